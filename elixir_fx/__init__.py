@@ -1,0 +1,1 @@
+"""Train models far larger than their device memory: a compiler over torch.fx graphs."""

@@ -1,0 +1,142 @@
+"""Facts about one captured training step: bytes and counts, no opinions.
+
+The analysis passes write them, the planner reads them. Plain data without torch, so that a
+plan can be made on a machine that has never seen the model. Positions are indices into
+`Facts.nodes`, the nodes of the joint graph in their order of execution. Seconds per byte
+belong to `Machine`; only the forecast multiplies the two.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Role(StrEnum):
+    """What a storage holds, as a reader of a memory profile would name it."""
+
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"  # of a parameter, until it is reduced or handed to autograd
+    BUFFER = "buffer"
+    INPUT = "input"
+    OUTPUT = "output"  # handed to the caller: not counted against a budget
+    ACTIVATION = "activation"  # born in the forward, read in the backward
+    TEMPORARY = "temporary"  # born and dead within one phase
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Storage:
+    """One piece of memory, however many views look at it.
+
+    `born` is the position of the node that allocates it, `dies` the position of its last
+    reader, `readers` every position that reads it or one of its views, ascending.
+    `path` is the module or parameter path it belongs to, `source` the user's "file:line";
+    either may be empty.
+    """
+
+    name: str
+    role: Role
+    path: str
+    source: str
+    nbytes: int
+    born: int
+    dies: int
+    readers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cost:
+    """What one node costs on the compute device. `source`: measured, roofline or free."""
+
+    node: str
+    seconds: float
+    flops: int
+    bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """One parameter (a tied one once, under its first name; the others are `aliases`).
+
+    `reads` are the positions of the nodes that read it or a view of it, in forward and
+    backward, ascending. `gradient` is the position of the node that completes its gradient,
+    None where none is computed. `span` is the elements from its first to its last, which is
+    numel for a dense layout. `pinned` is a tier's name if the user fixed its home.
+    """
+
+    path: str
+    aliases: tuple[str, ...] = ()
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    span: int
+    trainable: bool
+    reads: tuple[int, ...]
+    gradient: int | None
+    pinned: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.span * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moves:
+    """Bytes that one parameter would send over a link, each time it moves that way."""
+
+    path: str
+    gather_bytes: int  # the parameter, home -> device
+    reduce_bytes: int  # its gradient, device -> home (and back, to accumulate)
+    state_bytes: int  # its optimizer states, home -> device and back
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerFacts:
+    """What an optimizer keeps and needs, learned by stepping it once on a small tensor.
+
+    `states` are (name, bytes per element of the parameter) of the element-wise states,
+    `scratch_bytes` the largest temporary memory of one update per element of the parameter
+    under way, `read_bytes` the memory traffic of one update per element.
+    `elementwise` is False for optimizers that need a parameter whole (Adafactor, Muon) and
+    `global_state` True for those that need all parameters at once (LBFGS).
+    """
+
+    name: str
+    states: tuple[tuple[str, int], ...]
+    scratch_bytes: int
+    read_bytes: int
+    elementwise: bool = True
+    global_state: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of element-wise state per element of a parameter."""
+        return sum(size for _, size in self.states)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is known of a step before anything is decided.
+
+    `backward` is the position of the first backward node; len(nodes) if there is none.
+    `costs[i]` belongs to `nodes[i]`. `parameters` stand in order of first use.
+    """
+
+    key: str  # a stable digest of the graph: same step, same key
+    nodes: tuple[str, ...]
+    backward: int
+    costs: tuple[Cost, ...]
+    storages: tuple[Storage, ...]
+    parameters: tuple[Parameter, ...]
+    moves: tuple[Moves, ...] = ()
+    buffer_bytes: int = 0
+    optimizer: OptimizerFacts | None = None
+    missing: tuple[str, ...] = field(default=())  # operator keys that nobody measured
+
+    @property
+    def trains(self) -> bool:
+        return self.backward < len(self.nodes)
+
+    @property
+    def compute_s(self) -> float:
+        return sum(cost.seconds for cost in self.costs)

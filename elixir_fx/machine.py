@@ -1,0 +1,97 @@
+"""A machine as the planner sees it: memories, links between them, and rates.
+
+Plain data without torch. `elixir_fx.runtime.measure` fills one for this machine;
+`elixir_fx.testing.emulated` makes one up. The forecast multiplies facts by these rates.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+from elixir_fx.errors import PlanError
+
+
+class Tier(StrEnum):
+    """A kind of memory. On a CPU the device is RAM and there is no separate host."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Link:
+    """One direction between two tiers.
+
+    `bytes_per_s` is its rate alone. `shared_bytes_per_s` is the rate that both directions
+    reach together when they run at once: twice `bytes_per_s` for a full-duplex link, no more
+    than `bytes_per_s` for a half-duplex one. `compute_share` is the part of the compute
+    device's speed that is lost while this link streams (0 for a copy engine of its own).
+    """
+
+    source: Tier
+    target: Tier
+    bytes_per_s: float
+    shared_bytes_per_s: float
+    latency_s: float
+    compute_share: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """Memory sizes, links and rates of one machine.
+
+    `device` is the torch device type that computes. `emulated` marks an accelerator that is
+    played in RAM. `memory` is bytes by tier. `flops_per_s` is by dtype ("float32"),
+    `stream_bytes_per_s` the rate at which the compute device reads and writes its own memory.
+    `operators` maps an operator's key (name, shapes, dtypes, threads) to measured seconds.
+    """
+
+    name: str
+    fingerprint: str
+    device: str
+    emulated: bool = False
+    memory: Mapping[Tier, int]
+    links: tuple[Link, ...]
+    flops_per_s: Mapping[str, float]
+    stream_bytes_per_s: float
+    operators: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def unified(self) -> bool:
+        """Host and device are one memory: the tiers are RAM and disk."""
+        return self.device == "cpu" and not self.emulated
+
+    def link(self, source: Tier, target: Tier) -> Link:
+        """The link from one tier to the other; PlanError if the machine has none."""
+        for link in self.links:
+            if link.source == source and link.target == target:
+                return link
+        raise PlanError(f"machine {self.name!r} has no link from {source} to {target}")
+
+    def flops(self, dtype: str) -> float:
+        """Floating-point operations per second in `dtype`, float32's where unknown."""
+        return self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+
+    def with_operators(self, operators: Mapping[str, float]) -> "Machine":
+        return replace(self, operators={**self.operators, **operators})
+
+    def save(self, path: str | Path) -> None:
+        """Write the machine as JSON; `load` reads it back equal."""
+        Path(path).write_text(json.dumps(asdict(self), indent=1, sort_keys=True))
+
+    @staticmethod
+    def load(path: str | Path) -> "Machine":
+        """Read a machine from JSON. PlanError if the file is not one."""
+        try:
+            data = json.loads(Path(path).read_text())
+            data["memory"] = {Tier(tier): size for tier, size in data["memory"].items()}
+            data["links"] = tuple(
+                Link(**{**link, "source": Tier(link["source"]), "target": Tier(link["target"])})
+                for link in data["links"]
+            )
+            return Machine(**data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"{path} is not a machine file: {error}") from error

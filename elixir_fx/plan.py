@@ -1,0 +1,266 @@
+"""The plan: what a person reads, saves, edits and compares. Frozen, JSON, no tensors.
+
+A `Plan` is one `Layout` (chunks, their homes, the memory they share: made once, from the
+training graph) and one `Schedule` for each captured graph (when chunks move, and the
+forecast of doing so). The planner makes it, the rewrite passes carry it out.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from elixir_fx.errors import PlanError
+from elixir_fx.machine import Tier
+
+VERSION = 1
+ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
+
+
+def align(nbytes: int) -> int:
+    """`nbytes` rounded up to the alignment of slices, blocks and regions."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Budgets in bytes. A tier with 0 does not exist."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+    def of(self, tier: Tier) -> int:
+        return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}[tier]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slice:
+    """One parameter's place in its chunk. `offset` is in elements, `span` from its first to
+    its last element."""
+
+    path: str
+    offset: int
+    span: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Homes:
+    """Where a chunk's parts live between steps.
+
+    A part at home on the device is an ordinary tensor. Frozen chunks have neither gradients
+    nor states: theirs say device and hold nothing.
+    """
+
+    parameters: Tier = Tier.DEVICE
+    gradients: Tier = Tier.DEVICE
+    states: Tier = Tier.DEVICE
+
+    @property
+    def on_device(self) -> bool:
+        return self.parameters == self.gradients == self.states == Tier.DEVICE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chunk:
+    """Parameters of one dtype that move together. `numel` counts elements, padding included."""
+
+    id: int
+    dtype: str
+    itemsize: int
+    numel: int
+    trainable: bool
+    slices: tuple[Slice, ...]
+    homes: Homes
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def title(self) -> str:
+        """First and last parameter path, for people."""
+        first, last = self.slices[0].path, self.slices[-1].path
+        return first if first == last else f"{first} .. {last}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """Where everything lives. Made once; every schedule keeps it.
+
+    The arena is one preallocated block of device memory. While a graph runs its first
+    `gather_bytes` hold gathered chunks (the gather cache) and the rest `gradient_blocks`
+    equal blocks that gradients pass through on their way home; while the optimizer runs the
+    whole arena is a ring through which pieces of at most `update_numel` elements (or one
+    parameter, if larger) stream.
+    """
+
+    chunks: tuple[Chunk, ...]
+    gather_bytes: int
+    gradient_blocks: int
+    gradient_block_bytes: int
+    update_numel: int
+    arena_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    staging_bytes: int = 0  # host memory between disk and device, on an accelerator
+
+    @property
+    def keeps_all(self) -> bool:
+        """Everything stays on the device: no node of ours is needed."""
+        return all(chunk.homes.on_device for chunk in self.chunks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gather:
+    """One stay of a chunk in the gather cache, within one phase.
+
+    `before` is the name of the first node that reads it and `after` of the last one;
+    `prefetch` the node before which its transfer starts (None: at the gather itself).
+    `offset` is its block's place in the arena, in bytes. `kept` says that the chunk is
+    planned to be there still from the forward, so that nothing moves.
+    """
+
+    chunk: int
+    backward: bool
+    offset: int
+    before: str
+    after: str
+    prefetch: str | None
+    kept: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reduce:
+    """A chunk's gradients are complete after node `after` and go home."""
+
+    chunk: int
+    after: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forecast:
+    """What the planner expects of one steady step. Names as in `ElixirModule.stats()`.
+
+    `exposed` splits the exposed seconds by cause (a link's "disk->device", "update").
+    `lower_bound_s` is a time that no plan under the same budgets can beat, as far as it is
+    proved; `gap` is how far above it this plan is. `largest` are the biggest storages at the
+    position of the peak, as (what, bytes).
+    """
+
+    step_s: float
+    compute_s: float
+    optimizer_s: float
+    exposed_s: float
+    lower_bound_s: float
+    peak_device_bytes: int
+    peak_host_bytes: int
+    disk_read_bytes: int
+    disk_write_bytes: int
+    host_to_device_bytes: int
+    device_to_host_bytes: int
+    gathered_bytes: int
+    reduced_bytes: int
+    prefetch_hits: int
+    prefetch_misses: int
+    activation_bytes: int = 0
+    peak_node: str = ""
+    exposed: tuple[tuple[str, float], ...] = ()
+    largest: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def gap(self) -> float:
+        return self.step_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """When chunks move in one captured graph, and what that is expected to cost."""
+
+    key: str
+    trains: bool
+    gathers: tuple[Gather, ...]
+    reduces: tuple[Reduce, ...]
+    forecast: Forecast
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One layout and the schedules made for it so far."""
+
+    machine: str
+    limits: Limits
+    layout: Layout
+    schedules: tuple[Schedule, ...]
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def forecast(self) -> Forecast:
+        """The forecast of the first schedule, the one that the layout was made for."""
+        return self.schedules[0].forecast
+
+    def with_schedule(self, schedule: Schedule, keep: int = 8) -> "Plan":
+        """This plan with one more schedule; the first stays, the oldest of the rest goes."""
+        first, *rest = self.schedules
+        others = [known for known in rest if known.key != schedule.key]
+        return replace(self, schedules=(first, *others[2 - keep :], schedule))
+
+    def to_json(self) -> str:
+        return json.dumps({"elixir_fx_plan": VERSION, **asdict(self)}, indent=1)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON; `load` reads it back equal."""
+        Path(path).write_text(self.to_json())
+
+    @staticmethod
+    def load(path: str | Path) -> "Plan":
+        """Read a plan from a file. PlanError names the file if it holds none."""
+        try:
+            return Plan.from_json(Path(path).read_text())
+        except (OSError, PlanError) as error:
+            raise PlanError(f"{path} is not a plan: {error}") from error
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """The plan that `to_json` wrote. PlanError if `text` is anything else."""
+        try:
+            data = json.loads(text)
+            version = data.pop("elixir_fx_plan")
+            if version != VERSION:
+                raise PlanError(f"plan version {version}, this elixir_fx reads {VERSION}")
+            return Plan(
+                machine=data["machine"],
+                limits=Limits(**data["limits"]),
+                layout=_layout(data["layout"]),
+                schedules=tuple(_schedule(entry) for entry in data["schedules"]),
+                notes=tuple(data["notes"]),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise PlanError(f"malformed plan: {error!r}") from error
+
+
+def _layout(data: dict[str, Any]) -> Layout:
+    chunks = []
+    for entry in data.pop("chunks"):
+        homes = Homes(**{part: Tier(tier) for part, tier in entry.pop("homes").items()})
+        slices = tuple(
+            Slice(**{**piece, "shape": tuple(piece["shape"]), "strides": tuple(piece["strides"])})
+            for piece in entry.pop("slices")
+        )
+        chunks.append(Chunk(**entry, homes=homes, slices=slices))
+    return Layout(chunks=tuple(chunks), **data)
+
+
+def _schedule(data: dict[str, Any]) -> Schedule:
+    forecast = dict(data["forecast"])
+    for pairs in ("exposed", "largest"):
+        forecast[pairs] = tuple(tuple(pair) for pair in forecast[pairs])
+    return Schedule(
+        key=data["key"],
+        trains=data["trains"],
+        gathers=tuple(Gather(**entry) for entry in data["gathers"]),
+        reduces=tuple(Reduce(**entry) for entry in data["reduces"]),
+        forecast=Forecast(**forecast),
+    )

@@ -1,0 +1,1 @@
+"""What people read: plans and results as text."""

@@ -1,0 +1,1 @@
+"""What carries out a plan while the generated step runs: memory, transfers, parameters."""
