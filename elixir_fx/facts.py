@@ -99,6 +99,8 @@ class OptimizerFacts:
     under way, `read_bytes` the memory traffic of one update per element.
     `elementwise` is False for optimizers that need a parameter whole (Adafactor, Muon) and
     `global_state` True for those that need all parameters at once (LBFGS).
+    `foreach` says that one call works on all parameters given to it at once, so that its
+    scratch grows with all of them.
     """
 
     name: str
@@ -107,6 +109,7 @@ class OptimizerFacts:
     read_bytes: int
     elementwise: bool = True
     global_state: bool = False
+    foreach: bool = False
 
     @property
     def state_bytes(self) -> int:

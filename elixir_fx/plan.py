@@ -85,6 +85,25 @@ class Chunk:
         first, last = self.slices[0].path, self.slices[-1].path
         return first if first == last else f"{first} .. {last}"
 
+    def width(self, piece: Slice) -> int:
+        """Elements that a slice takes in the chunk, padding included."""
+        return align(piece.span * self.itemsize) // self.itemsize
+
+    def units(self, update_numel: int) -> tuple[tuple[Slice, ...], ...]:
+        """The pieces the optimizer streams: consecutive slices whose widths add up to at
+        most `update_numel` elements, or one slice that is wider."""
+        units: list[tuple[Slice, ...]] = []
+        room = -1
+        for piece in self.slices:
+            width = self.width(piece)
+            if units and width <= room:
+                units[-1] += (piece,)
+                room -= width
+            else:
+                units.append((piece,))
+                room = update_numel - width
+        return tuple(units)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:

@@ -1,0 +1,15 @@
+"""The planner: facts, a machine and limits in, a plan out. Pure data, no torch.
+
+pack      which parameters move together            chunks
+place     where gathered chunks stay, from when     stays
+footprint what a layout holds on every tier         bytes
+wires     links played in time                      events
+forecast  one steady step of a schedule             seconds
+bound     what no plan can beat                     seconds
+draft     a whole layout from one choice            layout, stays
+search    the best choice                           plan
+"""
+
+from elixir_fx.planner.search import schedule, search, smallest
+
+__all__ = ["schedule", "search", "smallest"]

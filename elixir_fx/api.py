@@ -1,0 +1,162 @@
+"""The public functions: compile, plan, full_parameters, save, load.
+
+`compile()` checks what it is given and opens a session; everything after that is the five
+verbs, in `capture`, `lowering` and `session`.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_fx import planner
+from elixir_fx.config import read_options
+from elixir_fx.errors import ElixirError
+from elixir_fx.module import ElixirModule
+from elixir_fx.plan import Plan
+from elixir_fx.runtime import checkpoint
+from elixir_fx.runtime.parameters import AwayParameter
+from elixir_fx.session import Session
+
+Inputs = tuple[Any, ...] | Mapping[str, Any]
+
+
+def compile(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    example_inputs: Inputs | None = None,
+    **options: Any,
+) -> ElixirModule:
+    """Compile a model so that its training state may be larger than the memory it is given.
+
+    Args:
+        model: an nn.Module, real or built on the meta device, or a GraphModule from
+            symbolic_trace. Its parameter objects stay the same.
+        optimizer: a torch.optim optimizer over its parameters; its step is then streamed.
+            Made after compile, give it to `compiled.bind(optimizer)`.
+        example_inputs: a tuple (positional) or dict (keyword). With them the model is
+            captured, planned and moved at once, else at the first call.
+        memory: budget of the compute device, in bytes or "3GiB"; None: what it has free.
+        host_memory: budget of the host, on an accelerator. Refused on a CPU.
+        disk: folder of the disk tier; None: no disk tier. `disk_memory`: its budget.
+        init, weights: how a model on meta gets its values: a function of one module, or a
+            safetensors file or folder.
+        keep: homes that you fix, by parameter or module path: {"wte": "device"}.
+        ignore: paths of parameters that are left alone.
+        plan: a Plan, or the path of one, instead of the planner's.
+        machine: a Machine or the path of one; elixir_fx.testing.emulated(...) plays one.
+        passes: a pipeline, such as PIPELINE.after("prefetch", mine).
+        dump: a folder that gets every stage of the graph as readable Python.
+        kernels: "eager": PyTorch's own kernels, equal to plain PyTorch bit for bit.
+
+    Raises CaptureError (the model is not one graph), PlanError (no plan fits: it says the
+    smallest memory that would do), TierError (disk or memory cannot be had), ElixirError
+    (an unknown option, a model that is compiled or wrapped already). Nothing has changed then.
+    """
+    _check_model(model)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise ElixirError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim optimizer")
+    compiled = ElixirModule(Session(model, optimizer, read_options(options)))
+    if example_inputs is not None:
+        args, kwargs = _inputs(example_inputs)
+        compiled._session.prepare(args, kwargs)
+    return compiled
+
+
+def plan(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    optimizer: torch.optim.Optimizer | str | None = "adamw",
+    **options: Any,
+) -> Plan:
+    """Plan without running: what `compile()` with these options would decide.
+
+    The model may be on meta and is left as it is. `optimizer` may be a name ("adamw", "sgd").
+    Raises as `compile()` does.
+    """
+    _check_model(model)
+    args, kwargs = _inputs(example_inputs)
+    session = Session(model, optimizer, read_options(options))
+    found = session.plan_only(args, kwargs)
+    if found is None:
+        raise ElixirError(f"{type(model).__name__} does no tensor operation on these inputs")
+    return found
+
+
+def smallest_memory(
+    model: nn.Module,
+    example_inputs: Inputs,
+    *,
+    optimizer: torch.optim.Optimizer | str | None = "adamw",
+    **options: Any,
+) -> int:
+    """The smallest `memory`, in bytes, that `compile()` would accept with these options."""
+    _check_model(model)
+    args, kwargs = _inputs(example_inputs)
+    session = Session(model, optimizer, read_options(options))
+    facts = session.facts_only(args, kwargs)
+    return planner.smallest(facts, session.machine, session.lowering.limits, {})
+
+
+@contextmanager
+def full_parameters(compiled: ElixirModule, writeback: bool = True) -> Iterator[ElixirModule]:
+    """A context in which every parameter is an ordinary full tensor.
+
+    The whole model must fit in memory. With `writeback` what you changed goes home at the
+    end. The compiled model cannot be called inside.
+    """
+    with compiled._session.full(writeback):
+        yield compiled
+
+
+def save(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Save weights, buffers, optimizer states and random states, streamed tensor by tensor.
+
+    Weights are safetensors files with the original names and an index, loadable without
+    elixir_fx. A folder that exists is replaced once the new one is complete.
+    """
+    checkpoint.save(folder, _plain(model), optimizer)
+
+
+def load(
+    folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Load what `save` wrote, into the homes that this model's plan chose."""
+    checkpoint.load(folder, _plain(model), optimizer)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    return model._session.model if isinstance(model, ElixirModule) else model
+
+
+def _inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    if isinstance(example_inputs, Mapping):
+        return (), example_inputs
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    raise ElixirError(
+        f"example_inputs is a {type(example_inputs).__name__}: give a tuple of positional inputs "
+        "or a dict of keyword inputs"
+    )
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ElixirError(f"model is a {type(model).__name__}, not an nn.Module")
+    if isinstance(model, ElixirModule) or any(
+        isinstance(parameter, AwayParameter) for parameter in model.parameters()
+    ):
+        raise ElixirError("this model is compiled already; compile a model once")
+    wrapper = type(model).__name__
+    if wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
+        raise ElixirError(
+            f"the model is wrapped by {wrapper}: give elixir_fx.compile the plain model"
+        )
+    if wrapper.startswith("FSDP"):
+        raise ElixirError("the model is sharded by fully_shard: give the plain model")

@@ -1,0 +1,333 @@
+"""Capture: a call of a model becomes a joint graph, and runs only under its guards.
+
+First of the five verbs. The model's call is traced by torch.compile(fullgraph=True); each new
+graph is handed to AOTAutograd with one partition function, which makes a `StepGraph` of the
+joint forward and backward, gives it to `lower` (annotate, plan, rewrite) and returns the two
+halves that code generation split it into. Dynamo's guards decide which captured graph serves
+a call; where none does, the model is captured again.
+
+One of the three files that use underscored torch names (with codegen and runtime.parameters).
+Tried on torch 2.11 and 2.13. What it relies on: Dynamo lifts parameters to graph inputs in
+the order of its placeholders and traces tensors that have no storage; AOTAutograd keeps that
+order, tags joint nodes with their phase and describes tangents by the output they belong to.
+"""
+
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from elixir_fx.codegen import Halves
+from elixir_fx.errors import CaptureError, ElixirError
+from elixir_fx.facts import Role
+from elixir_fx.step import Input, StepGraph, mark
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+GRAPHS = 8  # captured graphs that a model keeps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """What the rest of the compiler makes of a captured step.
+
+    `forward` and `backward` take and return what AOTAutograd's halves do; `backward` is None
+    where nothing trains. `call` wraps the finished function that the model's call reaches.
+    """
+
+    halves: Halves
+    forward: Boxed
+    backward: Boxed | None
+
+
+Lower = Callable[[StepGraph], Lowered]
+
+
+@dataclass(kw_only=True, eq=False)
+class Capture:
+    """The guarded call of one model.
+
+    `lower` turns a step into what runs. `enter` is called at the start of every captured
+    call, outside of tracing, before anything of the step runs.
+    """
+
+    model: nn.Module
+    lower: Lower
+    enter: Callable[[], None]
+    leave: Callable[[Any, StepGraph], None]
+    graphs: int = 0
+    call: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        # A code object of its own, so that Dynamo's cache belongs to this model and dies with it.
+        function = types.FunctionType(_step.__code__.replace(co_name="elixir_step"), globals())
+        self._code = function.__code__
+        self.call = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the captured step for these inputs, capturing it first if no guard holds.
+
+        CaptureError names what cannot be captured, with file and line.
+        """
+        if self.graphs > GRAPHS:
+            torch._dynamo.eval_frame.reset_code(self._code)
+            self.graphs = 0
+        try:
+            with torch._dynamo.config.patch(
+                skip_nnmodule_hook_guards=False,
+                specialize_float=True,
+                recompile_limit=GRAPHS + 2,
+            ):
+                return self.call(self.model, *args, **kwargs)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, ElixirError):
+                raise error.inner_exception from None
+            raise CaptureError(
+                f"{type(self.model).__name__}: lowering failed: {error}"
+            ) from error
+        except TorchDynamoException as error:
+            raise capture_error(self.model, error) from error
+
+    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.graphs += 1
+        compilation = _Compilation(capture=self, names=_names(self.model), inputs=tuple(inputs))
+        with torch._functorch.config.patch(donated_buffer=False):
+            compiled = aot_autograd(
+                fw_compiler=compilation.forward,
+                bw_compiler=compilation.backward,
+                inference_compiler=compilation.inference,
+                partition_fn=compilation.partition,
+            )(module, list(inputs))
+        compilation.inputs = ()
+        return compilation.guarded(compiled)
+
+
+def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def real_mode() -> AbstractContextManager[None]:
+    """A context in which tensors are real although a capture is going on."""
+    return _disable_current_modes()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Name:
+    """What a tensor of the model is called."""
+
+    role: Role
+    path: str
+    aliases: tuple[str, ...]
+
+
+def _names(model: nn.Module) -> Mapping[int, Name]:
+    """Parameters and buffers by the id of the tensor; tied ones under their first path."""
+    paths: dict[int, list[str]] = {}
+    roles: dict[int, Role] = {}
+    for role, members in (
+        (Role.PARAMETER, model.named_parameters(remove_duplicate=False)),
+        (Role.BUFFER, model.named_buffers(remove_duplicate=False)),
+    ):
+        for path, member in members:
+            paths.setdefault(id(member), []).append(path)
+            roles.setdefault(id(member), role)
+    return {
+        key: Name(role=roles[key], path=first, aliases=tuple(rest))
+        for key, (first, *rest) in paths.items()
+    }
+
+
+@dataclass(kw_only=True, eq=False)
+class _Compilation:
+    """One graph on its way through AOTAutograd."""
+
+    capture: Capture
+    names: Mapping[int, Name]
+    inputs: tuple[Any, ...]
+    step: StepGraph | None = None
+    lowered: Lowered | None = None
+
+    def partition(
+        self, joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """AOTAutograd's partition function: the joint graph in, its two halves out."""
+        self.lower(joint, num_fwd_outputs, trains=True)
+        assert self.lowered is not None and self.lowered.halves.backward is not None
+        return self.lowered.halves.forward, self.lowered.halves.backward
+
+    def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        assert self.lowered is not None
+        return _boxed(self.lowered.forward)
+
+    def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        assert self.lowered is not None and self.lowered.backward is not None
+        return _boxed(self.lowered.backward)
+
+    def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
+        """Where gradients are off: the forward alone."""
+        outputs = next(reversed(module.graph.nodes)).args[0]
+        self.lower(module, len(outputs), trains=False)  # type: ignore[arg-type]
+        assert self.lowered is not None
+        return _boxed(self.lowered.forward)
+
+    def lower(self, module: fx.GraphModule, forward_outputs: int, *, trains: bool) -> None:
+        fake_mode = _order_phases(module, trains=trains)
+        self.step = StepGraph(
+            module=module,
+            faking=fake_mode,
+            forward_outputs=forward_outputs,
+            inputs=self.placeholders(module),
+            trains=trains,
+        )
+        self.lowered = self.capture.lower(self.step)
+
+    def placeholders(self, module: fx.GraphModule) -> tuple[Input, ...]:
+        """Who the forward placeholders are: the graph's inputs, in their order."""
+        nodes = [n for n in module.graph.nodes if n.op == "placeholder" and not _is_tangent(n)]
+        if len(nodes) != len(self.inputs):
+            raise CaptureError(
+                f"{type(self.capture.model).__name__}: the captured graph has {len(nodes)} inputs "
+                f"for {len(self.inputs)} tensors; inputs that share memory with each other and "
+                "are changed in place are not supported: clone them before the call"
+            )
+        plain = Name(role=Role.INPUT, path="", aliases=())
+        found = []
+        for node, given in zip(nodes, self.inputs, strict=True):
+            name = self.names.get(id(given), plain)
+            found.append(
+                Input(node=node.name, role=name.role, path=name.path, aliases=name.aliases)
+            )
+        return tuple(found)
+
+    def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """The function that Dynamo's code calls once the guards hold."""
+        enter, leave, step = self.capture.enter, self.capture.leave, self.step
+
+        @torch._dynamo.disable  # type: ignore[untyped-decorator]
+        def run(*args: Any) -> Any:
+            enter()
+            results = compiled(*args)
+            if step is not None:
+                leave(results, step)
+            return results
+
+        return run  # type: ignore[no-any-return]
+
+
+def _boxed(function: Boxed) -> Boxed:
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    return node.name.startswith("tangents_")
+
+
+def _order_phases(module: fx.GraphModule, *, trains: bool) -> Callable[[], Any]:
+    """Mark every node with its phase and make sure the forward stands in front.
+
+    Returns the capture's fake mode as a context factory.
+    """
+    backward: set[fx.Node] = set()
+    fake_mode: Any = None
+    for node in module.graph.nodes:
+        fake = node.meta.get("val")
+        if fake_mode is None and isinstance(fake, FakeTensor):
+            fake_mode = fake.fake_mode
+        tagged = node.meta.get("partitioner_tag") == "is_backward" and node.op != "output"
+        if trains and (
+            tagged or _is_tangent(node) or any(s in backward for s in node.all_input_nodes)
+        ):
+            backward.add(node)
+        mark(node, backward=node in backward)
+    first = next((n for n in module.graph.nodes if n in backward and n.op != "placeholder"), None)
+    late = False
+    for node in list(module.graph.nodes):
+        late = late or node is first
+        if late and node not in backward and node.op not in ("placeholder", "output"):
+            assert first is not None
+            first.prepend(node)
+    output = next(reversed(module.graph.nodes))
+    mark(output, backward=trains)
+    if fake_mode is None:
+        fake_mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    return lambda: fake_mode
+
+
+def tangent_outputs(step: StepGraph) -> tuple[int | None, ...]:
+    """For every tangent, the forward output it belongs to; None where unknown."""
+    outputs = step.output.meta.get("desc") or []
+    positions = {desc: index for index, desc in enumerate(outputs[: step.forward_outputs])}
+    return tuple(
+        positions.get(getattr(node.meta.get("desc"), "output", None))
+        for node in step.nodes
+        if node.op == "placeholder" and _is_tangent(node)
+    )
+
+
+@contextmanager
+def pretend_on(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let a model on meta pass for one on `device` while it is captured: its tensors are
+    replaced by others of the same geometry that have no memory behind them."""
+    stand_ins: dict[int, Tensor] = {}
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in model.modules():
+        for members in (module._parameters, module._buffers):
+            for name, tensor in members.items():
+                if tensor is not None and tensor.is_meta:
+                    if id(tensor) not in stand_ins:
+                        stand_ins[id(tensor)] = _stand_in(tensor, device)
+                    replaced.append((members, name, tensor))
+    for members, name, tensor in replaced:
+        members[name] = stand_ins[id(tensor)]
+    try:
+        yield
+    finally:
+        for members, name, tensor in replaced:
+            members[name] = tensor
+
+
+def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
+    shell = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    shell.untyped_storage().resize_(0)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(shell, requires_grad=tensor.requires_grad)
+    return shell
+
+
+def ordinary_inputs(inputs: Any) -> Any:
+    """Inputs that autograd can work with: inference tensors and tensors on meta become others
+    of the same geometry. For captures that run nothing."""
+
+    def ordinary(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_inference():
+            return torch.empty_like(value)
+        return value
+
+    return pytree.tree_map(ordinary, inputs)
+
+
+def capture_error(model: nn.Module, error: TorchDynamoException) -> CaptureError:
+    """Dynamo's refusal in the user's words: what, where, and what to do instead."""
+    stack = getattr(error, "real_stack", None)
+    frame = stack[-1] if stack else None
+    where = f"{frame.filename}:{frame.lineno}" if frame else "unknown line"
+    reason = str(error).strip().splitlines()
+    first = next((line.strip() for line in reason if line.strip()), type(error).__name__)
+    explanation = next(
+        (line.strip() for line in reason if line.strip().startswith("Explanation:")), ""
+    )
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph, at {where}: {first}. "
+        f"{explanation} Change that line, or use torch.compile(model, backend='elixir_fx'), "
+        "which allows graph breaks"
+    )

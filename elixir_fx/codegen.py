@@ -1,0 +1,190 @@
+"""Code generation: a transformed step becomes two functions that run it.
+
+Last of the five verbs. The joint graph is split at the phase boundary: what the backward
+reads of the forward is saved, nothing is moved across. Each half becomes straight-line Python
+in which our nodes are calls of the runtime that the module holds, arguments arrive in one
+list that is emptied at once (boxed), and every value is dropped after its last reader, so
+that activations die when they are used.
+
+Uses underscored torch names; tried on torch 2.11 and 2.13.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor, fx
+from torch.fx.graph import CodeGen
+
+from elixir_fx import ops
+from elixir_fx.step import StepGraph, is_backward, memory_root, stay_of, viewed_input
+
+SAVED = "elixir_saved"  # node.meta key of a backward's placeholders
+
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class Runtime(Protocol):
+    """What generated code calls."""
+
+    def gather(self, chunk: int, offset: int) -> Tensor: ...
+    def prefetch(self, chunk: int, offset: int) -> None: ...
+    def release(self, chunk: int) -> None: ...
+    def reduce(
+        self, chunk: int, slices: list[int], gradients: list[Tensor], owned: tuple[bool, ...]
+    ) -> list[Tensor | None]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves:
+    """The two halves of a step as graph modules; `backward` is None where nothing trains."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule | None
+
+
+class BoxedCode(CodeGen):
+    """Functions that take one list and empty it, so that their caller keeps nothing alive."""
+
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, **_: object
+    ) -> str:
+        names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
+        lines = ["def forward(self, boxed):"]
+        if names:
+            lines.append(f"    {', '.join(names)}, = boxed")
+        lines.append("    boxed.clear()")
+        return "\n".join(lines)
+
+    def process_inputs(self, *args: Any) -> Any:
+        return args[0]
+
+
+def split(step: StepGraph) -> Halves:
+    """Split the joint graph at the phase boundary, in the order that AOTAutograd expects:
+    forward returns its outputs, then what is saved; backward takes what is saved, then tangents.
+    """
+    if not step.trains:
+        return Halves(forward=step.module, backward=None)
+    forward_outputs, backward_outputs = step.results()
+    forward = [node for node in step.nodes if not is_backward(node) and node.op != "output"]
+    backward = [n for n in step.nodes if is_backward(n) and n.op not in ("output", "placeholder")]
+    tangents = [node for node in step.nodes if node.op == "placeholder" and is_backward(node)]
+    saved = _saved(forward, backward, backward_outputs)
+    descriptions = step.output.meta.get("desc")
+    first = descriptions[: step.forward_outputs] if descriptions else None
+    return Halves(
+        forward=_half(step, forward, [], [*forward_outputs, *saved], first),
+        backward=_half(step, backward, [*saved, *tangents], list(backward_outputs), None),
+    )
+
+
+def _saved(
+    forward: list[fx.Node], backward: list[fx.Node], outputs: Sequence[fx.Node | None]
+) -> list[fx.Node]:
+    """Forward values that the backward reads. Those that autograd need not guard with version
+    counters go last, as AOTAutograd expects."""
+    made = set(forward)
+    wanted = {s: None for node in backward for s in node.all_input_nodes if s in made}
+    wanted.update({node: None for node in outputs if node in made and node is not None})
+    ordered = [node for node in forward if node in wanted]
+    return sorted(ordered, key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+
+
+def _half(
+    step: StepGraph,
+    body: list[fx.Node],
+    inputs: list[fx.Node],
+    outputs: Sequence[fx.Node | None],
+    descriptions: Sequence[Any] | None,
+) -> fx.GraphModule:
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        placeholder = graph.placeholder(node.name)
+        placeholder.meta = dict(node.meta)
+        placeholder.meta[SAVED] = memory_root(node).op != "placeholder"
+        known[node] = placeholder
+    for node in body:
+        known[node] = graph.node_copy(node, known.__getitem__)
+    result = graph.output(tuple(known[node] if node is not None else None for node in outputs))
+    result.meta = dict(step.output.meta)
+    if descriptions is not None:
+        extra = [None] * (len(outputs) - len(descriptions))
+        result.meta["desc"] = [*descriptions, *extra]
+    else:
+        result.meta.pop("desc", None)
+    module = fx.GraphModule(step.module, graph)
+    return module
+
+
+def is_activation(placeholder: fx.Node) -> bool:
+    """Whether a backward's placeholder is a value that the forward made and saved."""
+    return bool(placeholder.meta.get(SAVED))
+
+
+def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
+    """The half as a boxed function, its elixir nodes bound to `runtime`."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    owner: fx.Node | None = None
+    for node in half.graph.nodes:
+        if node.op != "placeholder" and owner is None:
+            owner = graph.get_attr("runtime")
+        if node.target in ops.ALL:
+            assert owner is not None
+            known[node] = _bind(graph, owner, node, known)
+        else:
+            known[node] = graph.node_copy(node, known.__getitem__)
+    if owner is not None and not owner.users:
+        graph.erase_node(owner)
+    graph.set_codegen(BoxedCode())
+    module = fx.GraphModule(half, graph)
+    module.runtime = runtime  # type: ignore[assignment]
+    return module.forward  # type: ignore[no-any-return]
+
+
+def _bind(
+    graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    chunk = node.args[0]
+    if node.target is ops.GATHER:
+        arguments: tuple[Any, ...] = (owner, chunk, stay_of(node).offset)
+        return graph.call_method("gather", arguments)
+    if node.target is ops.PREFETCH:
+        return graph.call_method("prefetch", (owner, chunk, stay_of(node).offset))
+    if node.target is ops.RELEASE:
+        return graph.call_method("release", (owner, chunk))
+    slices, gradients = node.args[1:]
+    assert isinstance(gradients, (list, tuple))
+    sources = [known[gradient] for gradient in gradients]  # type: ignore[index]
+    owned = tuple(_owned(gradient) for gradient in gradients)  # type: ignore[arg-type]
+    return graph.call_method("reduce", (owner, chunk, slices, sources, owned))
+
+
+def _owned(gradient: fx.Node) -> bool:
+    """Whether nothing but the reduce looks at a gradient's memory, so that it may become
+    p.grad as it is, as autograd would let it; otherwise it is copied."""
+    fake = gradient.meta["val"]
+    current = gradient
+    while True:
+        if len(current.users) != 1 or current.op == "placeholder":
+            return False
+        source = viewed_input(current)
+        if source is None:
+            break
+        current = source
+    whole: bool = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
+    return whole
+
+
+def tangents_of_outputs(step: StepGraph) -> tuple[frozenset[int], ...]:
+    """For every backward output: the tangents that it follows from, by their position."""
+    tangents = [n for n in step.nodes if n.op == "placeholder" and is_backward(n)]
+    index = {node: i for i, node in enumerate(tangents)}
+    reach: dict[fx.Node, frozenset[int]] = {}
+    for node in step.nodes:
+        own = frozenset([index[node]]) if node in index else frozenset()
+        reach[node] = own.union(*(reach[source] for source in node.all_input_nodes))
+    _, outputs = step.results()
+    return tuple(reach[node] if node is not None else frozenset() for node in outputs)

@@ -1,0 +1,129 @@
+"""The options of `compile()`, checked and turned into numbers once, at the door."""
+
+import difflib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from elixir_fx.errors import ElixirError, PlanError, TierError
+from elixir_fx.machine import Machine, Tier
+from elixir_fx.pipeline import PIPELINE, Pipeline
+from elixir_fx.plan import Limits, Plan
+from elixir_fx.units import parse_size
+
+KERNELS = ("eager",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the user asked for. Sizes in bytes; None where the machine decides."""
+
+    memory: int | None = None
+    host_memory: int | None = None
+    disk: Path | None = None
+    disk_memory: int | None = None
+    kernels: str = "eager"
+    init: Callable[[nn.Module], object] | None = None
+    weights: Path | None = None
+    keep: Mapping[str, Tier] = field(default_factory=dict)
+    ignore: Sequence[str] = ()
+    plan: Plan | None = None
+    machine: Machine | None = None
+    passes: Pipeline = PIPELINE
+    dump: Path | None = None
+
+    def keep_by_path(self, paths: Sequence[str]) -> dict[str, str]:
+        """Tiers that the user fixed, by parameter path. `keep={"wte": ...}` names a parameter
+        or a module; `ignore` leaves parameters where they are. PlanError for a name that
+        matches nothing."""
+        fixed = {}
+        for name, tier in [*self.keep.items(), *((path, Tier.DEVICE) for path in self.ignore)]:
+            found = [path for path in paths if path == name or path.startswith(f"{name}.")]
+            if not found:
+                raise PlanError(f"keep/ignore names {name!r}: the model has no such parameter")
+            fixed.update(dict.fromkeys(found, tier.value))
+        return fixed
+
+
+def read_options(given: Mapping[str, Any]) -> Options:
+    """Options from `compile()`'s keywords. ElixirError names an unknown or impossible one."""
+    known = set(Options.__dataclass_fields__)
+    for name in given:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise ElixirError(f"compile() has no option {name!r}{hint}. It has {sorted(known)}")
+    values = {name: value for name, value in given.items() if value is not None}
+    for name in ("memory", "host_memory", "disk_memory"):
+        if name in values:
+            values[name] = parse_size(values[name])
+    for name in ("weights", "dump"):
+        if name in values:
+            values[name] = Path(values[name])
+    if "disk" in values:
+        values["disk"] = _folder(values["disk"])
+    if "disk_memory" in values and "disk" not in values:
+        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
+    if "keep" in values:
+        values["keep"] = {path: _tier(path, tier) for path, tier in values["keep"].items()}
+    if "plan" in values and not isinstance(values["plan"], Plan):
+        values["plan"] = Plan.load(values["plan"])
+    if "machine" in values:
+        values["machine"] = _machine(values["machine"])
+    if values.get("kernels", "eager") not in KERNELS:
+        raise ElixirError(
+            f"kernels={values['kernels']!r}: this version runs PyTorch's own kernels, "
+            "kernels='eager'"
+        )
+    return Options(**values)
+
+
+def _folder(disk: str | os.PathLike[str]) -> Path:
+    folder = Path(disk)
+    if not folder.is_dir():
+        raise TierError(f"disk={str(folder)!r} is not a folder: make it, or name another")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise TierError(f"disk={str(folder)!r} cannot be written to")
+    return folder
+
+
+def _tier(path: str, tier: object) -> Tier:
+    try:
+        return Tier(str(tier))
+    except ValueError:
+        names = [known.value for known in Tier]
+        raise PlanError(f"keep={{{path!r}: {tier!r}}}: a home is one of {names}") from None
+
+
+def _machine(machine: object) -> Machine:
+    if isinstance(machine, Machine):
+        return machine
+    if isinstance(machine, (str, os.PathLike)):
+        return Machine.load(machine)
+    raise ElixirError(
+        f"machine={machine!r}: give a Machine, such as elixir_fx.testing.emulated(...), or the "
+        "path of a machine file"
+    )
+
+
+def limits(options: Options, machine: Machine) -> Limits:
+    """The budgets in force: what was asked for, else what the machine has."""
+    if machine.unified and options.host_memory:
+        raise PlanError(
+            "host_memory is refused on a CPU: host and device are one memory, bounded by `memory`; "
+            "give a `disk` for what does not fit"
+        )
+    device = options.memory if options.memory is not None else machine.memory[Tier.DEVICE]
+    host = 0
+    if not machine.unified:
+        host = machine.memory.get(Tier.HOST, 0)
+        host = options.host_memory if options.host_memory is not None else host
+    disk = 0
+    if options.disk is not None:
+        disk = machine.memory.get(Tier.DISK, 0)
+        disk = options.disk_memory if options.disk_memory is not None else disk
+    return Limits(device=device, host=host, disk=disk)

@@ -1,0 +1,138 @@
+"""Lowering: a captured step is annotated, planned, rewritten and split.
+
+The middle three verbs of `compile()`. Pure with respect to the model: it reads fakes and
+writes graphs; nothing here touches a weight. The first training step settles the layout,
+every later graph gets a schedule for that layout.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from elixir_fx.capture import real_mode
+from elixir_fx.codegen import Halves, split
+from elixir_fx.config import Options
+from elixir_fx.errors import PlanError
+from elixir_fx.facts import OptimizerFacts, Parameter
+from elixir_fx.machine import Machine, Tier
+from elixir_fx.passes.compute_cost import operator_key
+from elixir_fx.pipeline import annotate, rewrite
+from elixir_fx.plan import Limits, Plan
+from elixir_fx.planner import schedule, search
+from elixir_fx.runtime.measure import OperatorCache, measure_operators
+from elixir_fx.runtime.samples import sample_call
+from elixir_fx.step import StepGraph
+
+MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
+
+
+@dataclass(kw_only=True, eq=False)
+class Lowering:
+    """What lowering one model's steps needs to know, and the plan that grows with them."""
+
+    options: Options
+    machine: Machine
+    limits: Limits
+    optimizer: OptimizerFacts | None
+    progress: Callable[[str], None]
+    plan: Plan | None = None
+
+    def __call__(self, step: StepGraph) -> Halves:
+        """Annotate, plan, rewrite and split one step. PlanError if no plan fits."""
+        step.optimizer = self.optimizer
+        step.pinned = self.options.keep_by_path(list(step.parameter_nodes))
+        self.decide(step)
+        assert self.plan is not None
+        if not self.plan.layout.keeps_all:
+            rewrite(step, self.plan, self.options.passes, self.options.dump)
+        return split(step)
+
+    def decide(self, step: StepGraph) -> None:
+        """Make or extend the plan, and tell the step what was decided."""
+        annotate(step, self.machine, self.options.passes)
+        if self.plan is None:
+            self.plan = self.options.plan or self.first_plan(step)
+        known = {entry.key: entry for entry in self.plan.schedules}
+        if step.key not in known:
+            _check_belongs(self.plan, step.parameters)
+            made = schedule(step.facts(), self.machine, self.limits, self.plan.layout)
+            self.plan = self.plan.with_schedule(made)
+            known[step.key] = made
+        step.layout, step.schedule = self.plan.layout, known[step.key]
+
+    def first_plan(self, step: StepGraph) -> Plan:
+        """Search for a plan; operators are timed only where something has to move."""
+        pins = {path: Tier(tier) for path, tier in step.pinned.items()}
+        self.progress("planning")
+        plan = search(step.facts(), self.machine, self.limits, pins)
+        if plan.layout.keeps_all or not step.missing:
+            return plan
+        self.progress(f"timing {len(step.missing)} operators")
+        with real_mode():
+            self.machine = self.machine.with_operators(self.measured(step))
+        annotate(step, self.machine, self.options.passes)
+        self.progress("planning")
+        return search(step.facts(), self.machine, self.limits, pins)
+
+    def measured(self, step: StepGraph) -> Mapping[str, float]:
+        """Seconds of the step's operators, from the user's cache or measured now."""
+        if self.machine.emulated:
+            return {}
+        cache = OperatorCache(self.machine.fingerprint)
+        missing = set(step.missing)
+        found = cache.known(missing)
+        specs: dict[str, fx.Node] = {}
+        for node in step.nodes:
+            key = operator_key(node) if node.op == "call_function" else ""
+            if key in missing and key not in found:
+                specs.setdefault(key, node)
+        with torch.random.fork_rng():  # timing a dropout must not move the user's stream
+            fresh = measure_operators(_calls(specs), MEASURE_S)
+        cache.add(fresh)
+        return {**found, **fresh}
+
+
+def _calls(specs: Mapping[str, fx.Node]) -> Iterator[tuple[str, Callable[[], object]]]:
+    for key, node in specs.items():
+        call = sample_call(node)
+        if call is not None:
+            yield key, call
+
+
+def _check_belongs(plan: Plan, parameters: tuple[Parameter, ...]) -> None:
+    """PlanError if the plan was made for another model."""
+    known = {
+        piece.path: (piece.shape, chunk.dtype, chunk.trainable)
+        for chunk in plan.layout.chunks
+        for piece in chunk.slices
+    }
+    for parameter in parameters:
+        if parameter.path not in known:
+            raise PlanError(
+                f"the plan knows no parameter {parameter.path!r}: it was made for another model"
+            )
+        shape, dtype, trainable = known[parameter.path]
+        if (shape, dtype) != (parameter.shape, parameter.dtype):
+            raise PlanError(
+                f"parameter {parameter.path!r} is {parameter.dtype} {list(parameter.shape)}; the "
+                f"plan has {dtype} {list(shape)}"
+            )
+        if parameter.trainable and not trainable:
+            raise PlanError(
+                f"parameter {parameter.path!r} requires a gradient now and did not when the "
+                "layout was made: compile the model again"
+            )
+
+
+def compute_device(model: torch.nn.Module) -> torch.device:
+    """The device that the model's parameters are on; a meta model computes on the CPU
+    unless a CUDA device is current."""
+    devices = {p.device for p in model.parameters() if not p.is_meta}
+    if len(devices) > 1:
+        names = sorted(map(str, devices))
+        raise PlanError(f"the model's parameters are on {names}; elixir_fx computes on one device")
+    if devices:
+        return devices.pop()
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,113 @@
+"""Bound: a time that no plan under the same budgets can beat.
+
+Let D be the device budget less the buffers. Of the parameters that the step updates let T
+be the bytes of parameters, gradients and states, and U those of parameters and states; F
+the bytes of all other parameters that the step reads. Consider a steady step, in which the
+update follows the backward.
+
+At the end of the backward all of T and F exist, and the device holds at most D of them.
+
+    reads  >= T + F - D   a byte elsewhere is used in the update, or by the next forward
+    writes >= T - D       a byte of T elsewhere was changed once since it was last there:
+                          gradients by the backward, the others by the update
+
+Bytes of F are the cheapest to have elsewhere (one read, no write) and are counted first;
+all bytes of T cost one read and one write at least. The update alone, which begins when the
+backward has ended, must load and store
+
+    reads  >= T - D       what it changes, and was not on the device when it began
+    writes >= U - D       what it changed, and is not on the device when it ends
+
+(`_least_bytes`). Links to the disk see the same with D + H, H the host budget, in place of D. A
+pair of links with rates r, w alone and r', w' when both run needs for R and W bytes at least
+
+    min  a + b + c   with  r a + r' c >= R,  w b + w' c >= W,  a, b, c >= 0
+
+seconds (`pair_s`): c = min(R / r', W / w') where r'/r + w'/w >= 1, else c = 0. The bound is
+
+    max( max over pairs of the step's bytes,
+         compute of the graph + max(compute of the update, max over pairs of the update's bytes) )
+
+It takes the graph as it is: recomputation and another numeric format are other graphs.
+"""
+
+from dataclasses import dataclass
+
+from elixir_fx.facts import Facts
+from elixir_fx.machine import Link, Machine, Tier
+from elixir_fx.plan import Limits
+
+
+@dataclass(frozen=True, slots=True)
+class _Bytes:
+    reads: int
+    writes: int
+
+
+def lower_bound_s(facts: Facts, machine: Machine, limits: Limits) -> float:
+    """Seconds that one steady step takes at least under `limits`, on any plan."""
+    device = max(0, limits.device - facts.buffer_bytes)
+    step_s = update_s = 0.0
+    for near, far, budget in _pairs(machine, device, limits.host):
+        step, update = _least_bytes(facts, budget)
+        step_s = max(step_s, pair_s(machine, near, far, step.reads, step.writes))
+        update_s = max(update_s, pair_s(machine, near, far, update.reads, update.writes))
+    if facts.trains:
+        update_s = max(update_s, update_compute_s(facts, machine))
+    return max(step_s, facts.compute_s + update_s)
+
+
+def update_compute_s(facts: Facts, machine: Machine) -> float:
+    """Seconds the optimizer computes: it streams what it reads and writes."""
+    if facts.optimizer is None:
+        return 0.0
+    elements = sum(p.span for p in facts.parameters if _updated(facts, p.gradient, p.trainable))
+    return elements * facts.optimizer.read_bytes / machine.stream_bytes_per_s
+
+
+def _updated(facts: Facts, gradient: int | None, trainable: bool) -> bool:
+    return facts.trains and trainable and gradient is not None
+
+
+def _pairs(machine: Machine, device: int, host: int) -> list[tuple[Tier, Tier, int]]:
+    """(near tier, far tier, bytes that fit on the near side) of every pair of links."""
+    if machine.unified:
+        return [(Tier.DEVICE, Tier.DISK, device)]
+    return [(Tier.DEVICE, Tier.HOST, device), (Tier.HOST, Tier.DISK, device + host)]
+
+
+def _least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
+    """What the step, and the update alone, must move past `budget` bytes of memory."""
+    states = facts.optimizer.state_bytes if facts.optimizer is not None else 0
+    trained = changed = other = 0
+    for parameter in facts.parameters:
+        if _updated(facts, parameter.gradient, parameter.trainable):
+            changed += parameter.nbytes + parameter.span * states
+            trained += 2 * parameter.nbytes + parameter.span * states
+        elif parameter.reads:
+            other += parameter.nbytes
+    step = _Bytes(max(0, trained + other - budget), max(0, trained - budget))
+    update = _Bytes(max(0, trained - budget), max(0, changed - budget))
+    return step, update
+
+
+def pair_s(machine: Machine, near: Tier, far: Tier, reads: int, writes: int) -> float:
+    """Least seconds for bytes over the two links between a nearer and a farther tier."""
+    into = _link(machine, far, near)
+    back = _link(machine, near, far)
+    if into is None or back is None:
+        return 0.0
+    rate_in, rate_out = into.bytes_per_s, back.bytes_per_s
+    both_in = min(rate_in, into.shared_bytes_per_s * rate_in / (rate_in + rate_out))
+    both_out = min(rate_out, back.shared_bytes_per_s * rate_out / (rate_in + rate_out))
+    together = min(reads / both_in, writes / both_out)
+    if both_in / rate_in + both_out / rate_out < 1:
+        together = 0.0
+    alone_in = max(0.0, reads - together * both_in) / rate_in
+    alone_out = max(0.0, writes - together * both_out) / rate_out
+    return together + alone_in + alone_out
+
+
+def _link(machine: Machine, source: Tier, target: Tier) -> Link | None:
+    found = (x for x in machine.links if x.source == source and x.target == target)
+    return next(found, None)

@@ -1,0 +1,265 @@
+"""Footprint: the bytes that a layout holds on every tier, at every position.
+
+    device(i) = constant + arena + live(i) <= limits.device      for every position i
+    constant  = buffers + parameters, gradients and states at home on the device
+    live(i)   = activations, temporaries and gradients on their way, born <= i <= dies
+    update    = constant + arena + scratch and new states of one unit <= limits.device
+    host, disk: the homes away, and the staging memory between disk and device
+
+A gradient on its way dies at its chunk's reduce. Where everything stays on the device there
+are no reduces: autograd gets the gradients when the backward graph ends, so all of them live
+until then. The old gradients that they are added to are part of the constant.
+"""
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elixir_fx.facts import Facts, OptimizerFacts, Role, Storage
+from elixir_fx.machine import Tier
+from elixir_fx.plan import Chunk, Homes, Layout, align
+
+NO_OPTIMIZER = OptimizerFacts(name="none", states=(), scratch_bytes=0, read_bytes=0)
+
+
+class Part(StrEnum):
+    """What a chunk has a home for. Values are the fields of `Homes`."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    STATES = "states"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkBytes:
+    """The bytes of a chunk's parts: as ordinary tensors, and packed and padded elsewhere."""
+
+    chunk: Chunk
+    optimizer: OptimizerFacts
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(piece.span for piece in self.chunk.slices)
+
+    @cached_property
+    def largest_span(self) -> int:
+        return max(piece.span for piece in self.chunk.slices)
+
+    @cached_property
+    def ordinary(self) -> dict[Part, int]:
+        trainable = self.elements if self.chunk.trainable else 0
+        return {
+            Part.PARAMETERS: self.elements * self.chunk.itemsize,
+            Part.GRADIENTS: trainable * self.chunk.itemsize,
+            Part.STATES: trainable * self.optimizer.state_bytes,
+        }
+
+    @cached_property
+    def packed(self) -> dict[Part, int]:
+        return self.of(self.chunk.numel)
+
+    @cached_property
+    def widest(self) -> dict[Part, int]:
+        """The parts of the largest parameter: what a ring must hold at least."""
+        return self.of(max(self.chunk.width(piece) for piece in self.chunk.slices))
+
+    def units(self, update_numel: int) -> tuple[tuple[int, int], ...]:
+        """(elements with padding, elements without) of each unit of the update."""
+        if update_numel not in self._units:
+            self._units[update_numel] = tuple(
+                (sum(map(self.chunk.width, unit)), sum(piece.span for piece in unit))
+                for unit in self.chunk.units(update_numel)
+            )
+        return self._units[update_numel]
+
+    def largest_unit(self, update_numel: int) -> int:
+        """Elements, padding included, of the largest unit."""
+        if update_numel not in self._largest:
+            self._largest[update_numel] = max(width for width, _ in self.units(update_numel))
+        return self._largest[update_numel]
+
+    @cached_property
+    def _largest(self) -> dict[int, int]:
+        return {}
+
+    @cached_property
+    def _units(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        return {}
+
+    def of(self, numel: int) -> dict[Part, int]:
+        """The parts of `numel` consecutive elements, packed. Do not change the answer."""
+        if numel not in self._known:
+            nbytes = numel * self.chunk.itemsize
+            gradients, states = nbytes, 0
+            for _, size in self.optimizer.states:
+                states += align(numel * size)
+            if not self.chunk.trainable:
+                gradients = states = 0
+            self._known[numel] = {
+                Part.PARAMETERS: nbytes,
+                Part.GRADIENTS: gradients,
+                Part.STATES: states,
+            }
+        return self._known[numel]
+
+    @cached_property
+    def _known(self) -> dict[int, dict[Part, int]]:
+        return {}
+
+
+def home(homes: Homes, part: Part) -> Tier:
+    """The home of one part."""
+    if part is Part.PARAMETERS:
+        return homes.parameters
+    return homes.gradients if part is Part.GRADIENTS else homes.states
+
+
+def away(homes: Homes, sizes: Mapping[Part, int]) -> int:
+    """Bytes of the parts that are not at home on the device."""
+    return sum(size for part, size in sizes.items() if home(homes, part) != Tier.DEVICE)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes of one packing of one graph; the homes come with each question."""
+
+    facts: Facts
+    chunks: tuple[Chunk, ...]
+
+    @cached_property
+    def optimizer(self) -> OptimizerFacts:
+        return self.facts.optimizer or NO_OPTIMIZER
+
+    @cached_property
+    def sizes(self) -> tuple[ChunkBytes, ...]:
+        return tuple(ChunkBytes(chunk=c, optimizer=self.optimizer) for c in self.chunks)
+
+    @cached_property
+    def reduces(self) -> dict[int, int]:
+        """The position after which each chunk's gradients are complete, by chunk."""
+        gradients = {p.path: p.gradient for p in self.facts.parameters if p.gradient is not None}
+        found = {}
+        for chunk in self.chunks:
+            complete = [gradients[s.path] for s in chunk.slices if s.path in gradients]
+            if complete and chunk.trainable:
+                found[chunk.id] = max(complete)
+        return found
+
+    @cached_property
+    def last_deaths(self) -> tuple[tuple[Storage, int], ...]:
+        """Every storage that counts as live, with the position it lives to, while gradients
+        go home by reduces."""
+        reduced = {
+            piece.path: self.reduces[chunk.id]
+            for chunk in self.chunks
+            if chunk.id in self.reduces
+            for piece in chunk.slices
+        }
+        return tuple(
+            (storage, _death(self.facts, storage, reduced.get(storage.path)))
+            for storage in self.facts.storages
+            if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT)
+        )
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """Live bytes by position, while gradients go home by reduces."""
+        return _profile(len(self.facts.nodes), self.last_deaths)
+
+    @cached_property
+    def live_kept(self) -> NDArray[np.int64]:
+        """Live bytes by position where everything stays on the device."""
+        end = len(self.facts.nodes) - 1
+        return _profile(
+            len(self.facts.nodes),
+            [(s, end if s.role == Role.GRADIENT else dies) for s, dies in self.last_deaths],
+        )
+
+    @cached_property
+    def live_peak(self) -> int:
+        return int(self.live.max(initial=0))
+
+    @cached_property
+    def kept_peak(self) -> int:
+        """The device bytes of a step that keeps everything."""
+        scratch = self.update_bytes((), (), 0) if self.facts.trains else 0
+        return self.constant([Homes()] * len(self.chunks)) + max(
+            int(self.live_kept.max(initial=0)), scratch
+        )
+
+    def constant(self, homes: Iterable[Homes]) -> int:
+        """Device bytes between steps: buffers and the parts at home there."""
+        total = self.facts.buffer_bytes
+        for sizes, homes_of_one in zip(self.sizes, homes, strict=True):
+            ordinary = sizes.ordinary
+            total += sum(ordinary.values()) - away(homes_of_one, ordinary)
+        return total
+
+    def update_bytes(
+        self, streamed: Container[int], states_away: Container[int], update_numel: int
+    ) -> int:
+        """Device bytes that an update needs beside constant and arena: scratch, and on the
+        first step the new states of a unit before they leave. Chunks not `streamed` are
+        updated where they are."""
+        peak = together = 0
+        optimizer = self.optimizer
+        for sizes in self.sizes:
+            chunk = sizes.chunk
+            if not chunk.trainable:
+                continue
+            if chunk.id not in streamed:
+                together += sizes.elements
+                peak = max(peak, sizes.largest_span * optimizer.scratch_bytes)
+                continue
+            new = optimizer.state_bytes if chunk.id in states_away else 0
+            numel = sizes.largest_unit(update_numel)
+            peak = max(peak, numel * (optimizer.scratch_bytes + new))
+        if optimizer.foreach:
+            peak = max(peak, together * optimizer.scratch_bytes)
+        return peak
+
+    def layout_update_bytes(self, layout: Layout) -> int:
+        """`update_bytes` of a layout."""
+        if not self.facts.trains:
+            return 0
+        streamed = {c.id for c in layout.chunks if not c.homes.on_device}
+        states = {c.id for c in layout.chunks if c.homes.states != Tier.DEVICE}
+        return self.update_bytes(streamed, states, layout.update_numel)
+
+    def largest_at(self, position: int, count: int = 5) -> tuple[tuple[str, int], ...]:
+        """The largest live storages at a position, for people."""
+        there = [s for s, dies in self.last_deaths if s.born <= position <= dies]
+        there.sort(key=lambda storage: (-storage.nbytes, storage.name))
+        return tuple((title(storage), storage.nbytes) for storage in there[:count])
+
+
+def title(storage: Storage) -> str:
+    """A storage as a person would point at it."""
+    known = storage.path in ("", storage.name)
+    name = storage.name if known else f"{storage.name} of {storage.path}"
+    if storage.role == Role.GRADIENT:
+        name = f"gradient of {storage.path or storage.name}"
+    return f"{name} ({storage.source})" if storage.source else name
+
+
+def _death(facts: Facts, storage: Storage, reduced: int | None) -> int:
+    """The last position at which a storage is in memory."""
+    if storage.role != Role.GRADIENT or reduced is None:
+        return storage.dies
+    end = len(facts.nodes) - 1
+    returns = bool(facts.nodes) and facts.nodes[end].startswith("output")
+    reads = [read for read in storage.readers if not (returns and read == end)]
+    return max([reduced, storage.born, *reads])
+
+
+def _profile(length: int, lives: Iterable[tuple[Storage, int]]) -> NDArray[np.int64]:
+    change = np.zeros(length + 1, dtype=np.int64)
+    for storage, dies in lives:
+        change[min(storage.born, length)] += storage.nbytes
+        change[min(dies, length - 1) + 1] -= storage.nbytes
+    profile: NDArray[np.int64] = np.cumsum(change[:-1])
+    return profile

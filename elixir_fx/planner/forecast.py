@@ -1,0 +1,309 @@
+"""Forecast: one steady step of a schedule, played against a machine.
+
+The step is one micro-batch: forward, backward, update. The compute device walks through the
+nodes; stretches of nodes without an event are one piece of work. Beside it the links move
+what prefetches, gathers and reduces ask for (see wires). Where compute must wait, the
+seconds are exposed and booked under their cause:
+
+    a gather waits for its chunk                     "disk->device", "host->device"
+    a reduce waits for a block, or copies into it    "device->disk", "reduce"
+    the update waits for a unit or for its writes    "update"
+    compute is slower while a link streams           "contention"
+
+The update is a ring over the arena: while unit k computes, k + 1 loads and k - 1 writes; a
+unit's place is free again when its writes are done. A step ends when the last one is.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from elixir_fx.facts import Facts
+from elixir_fx.machine import Machine, Tier
+from elixir_fx.plan import Chunk, Forecast, Layout, Limits
+from elixir_fx.planner.bound import lower_bound_s
+from elixir_fx.planner.footprint import Footprint, Part, home
+from elixir_fx.planner.place import Stay
+from elixir_fx.planner.wires import Route, Wires
+
+_REDUCE, _PREFETCH, _GATHER = range(3)  # the order of events between the same two nodes
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """What playing a step told."""
+
+    step_s: float = 0.0
+    compute_s: float = 0.0
+    optimizer_s: float = 0.0
+    exposed: dict[str, float] = field(default_factory=dict)
+    waits: dict[int, float] = field(default_factory=dict)  # by chunk, for its gathers
+    hits: int = 0
+    misses: int = 0
+    gathered_bytes: int = 0
+    reduced_bytes: int = 0
+    moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
+
+    def expose(self, cause: str, seconds: float) -> None:
+        if seconds > 0:
+            self.exposed[cause] = self.exposed.get(cause, 0.0) + seconds
+
+
+def route(machine: Machine, source: Tier, target: Tier) -> Route:
+    """The links from one tier to another: disk and accelerator meet in host memory."""
+    if Tier.DISK in (source, target) and not machine.unified:
+        return ((source, Tier.HOST), (Tier.HOST, target))
+    return ((source, target),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Player:
+    """Plays steps of one packing of one graph: what does not change with the homes."""
+
+    facts: Facts
+    machine: Machine
+    footprint: Footprint
+    starts: tuple[float, ...]  # starts[i]: compute seconds before node i
+
+    @staticmethod
+    def of(facts: Facts, machine: Machine, footprint: Footprint) -> "Player":
+        starts = tuple(accumulate((cost.seconds for cost in facts.costs), initial=0.0))
+        return Player(facts=facts, machine=machine, footprint=footprint, starts=starts)
+
+    def play(self, layout: Layout, stays: Sequence[Stay]) -> Timing:
+        """One step of `layout` with these stays in the gather area."""
+        timing = Timing()
+        wires = Wires(self.machine)
+        writes = self._graph(layout, stays, wires, timing)
+        timing.compute_s = self.facts.compute_s
+        if self.facts.trains:
+            begin = wires.now
+            timing.compute_s += _Update(self, layout, wires, timing).run(writes)
+            timing.optimizer_s = wires.now - begin
+        timing.step_s = wires.now
+        timing.expose("contention", timing.step_s - timing.compute_s - sum(timing.exposed.values()))
+        timing.moved = {
+            (link.source, link.target): wires.moved(link.source, link.target)
+            for link in self.machine.links
+        }
+        return timing
+
+    def _graph(
+        self, layout: Layout, stays: Sequence[Stay], wires: Wires, timing: Timing
+    ) -> dict[int, int]:
+        """Forward and backward. Returns the event of each chunk's gradients reaching home."""
+        arrived: dict[int, int] = {}
+        writes: dict[int, int] = {}
+        blocks: deque[int] = deque()
+        done_s = 0.0
+        for position, kind, index in self._events(layout, stays):
+            wires.compute(self.starts[position] - done_s)
+            done_s = self.starts[position]
+            if kind == _REDUCE:
+                self._reduce(layout, layout.chunks[index], wires, timing, blocks, writes)
+                continue
+            if kind == _PREFETCH:
+                arrived[index] = self._fetch(layout.chunks[stays[index].chunk], wires)
+                continue
+            stay = stays[index]
+            self._gather(layout.chunks[stay.chunk], stay, arrived.get(index), wires, timing)
+        wires.compute(self.starts[-1] - done_s)
+        return writes
+
+    def _events(self, layout: Layout, stays: Sequence[Stay]) -> list[tuple[int, int, int]]:
+        events = []
+        for index, stay in enumerate(stays):
+            if stay.start < stay.first and not stay.kept:
+                events.append((stay.start, _PREFETCH, index))
+            events.append((stay.first, _GATHER, index))
+        if not layout.keeps_all:
+            for chunk, position in self.footprint.reduces.items():
+                events.append((position + 1, _REDUCE, chunk))
+        return sorted(events)
+
+    def _fetch(self, chunk: Chunk, wires: Wires) -> int:
+        event = wires.event()
+        path = route(self.machine, chunk.homes.parameters, Tier.DEVICE)
+        wires.send(path, chunk.nbytes, event=event)
+        return event
+
+    def _gather(
+        self, chunk: Chunk, stay: Stay, arrived: int | None, wires: Wires, timing: Timing
+    ) -> None:
+        if stay.kept:
+            timing.hits += 1
+            return
+        timing.gathered_bytes += chunk.nbytes
+        waited = wires.wait(self._fetch(chunk, wires) if arrived is None else arrived)
+        if waited > 0 or arrived is None:
+            timing.misses += 1
+        else:
+            timing.hits += 1
+        timing.waits[chunk.id] = timing.waits.get(chunk.id, 0.0) + waited
+        timing.expose(f"{chunk.homes.parameters}->device", waited)
+
+    def _reduce(
+        self,
+        layout: Layout,
+        chunk: Chunk,
+        wires: Wires,
+        timing: Timing,
+        blocks: deque[int],
+        writes: dict[int, int],
+    ) -> None:
+        timing.reduced_bytes += chunk.nbytes
+        tier = chunk.homes.gradients
+        if tier == Tier.DEVICE or not chunk.nbytes:
+            return
+        if len(blocks) >= layout.gradient_blocks:
+            timing.expose(f"device->{tier}", wires.wait(blocks.popleft()))
+        copy_s = 2 * chunk.nbytes / self.machine.stream_bytes_per_s
+        wires.compute(copy_s)
+        timing.expose("reduce", copy_s)
+        writes[chunk.id] = wires.event()
+        path = route(self.machine, Tier.DEVICE, tier)
+        wires.send(path, chunk.nbytes, event=writes[chunk.id])
+        blocks.append(writes[chunk.id])
+
+
+@dataclass
+class _Unit:
+    """One unit of the update: seconds of compute, and bytes by tier to load and to write."""
+
+    chunk: int
+    seconds: float
+    loads: dict[Tier, list[int]]
+    stores: dict[Tier, list[int]]
+    ring_bytes: int
+    loaded: list[int] = field(default_factory=list)
+    computed: int = -1
+    free: list[int] = field(default_factory=list)
+
+
+class _Update:
+    """The optimizer's phase of a step."""
+
+    def __init__(self, player: Player, layout: Layout, wires: Wires, timing: Timing) -> None:
+        self.player = player
+        self.layout = layout
+        self.wires = wires
+        self.timing = timing
+        self.units = [unit for chunk in layout.chunks for unit in self._units(chunk)]
+
+    def run(self, writes: dict[int, int]) -> float:
+        """Play it; `writes` are the events of the gradients reaching home. Returns the
+        seconds of computation; time beyond that is exposed."""
+        wires = self.wires
+        begin = wires.now
+        self._plan_loads(writes)
+        for unit in self.units:
+            for event in unit.loaded:
+                wires.wait(event)
+            wires.compute(unit.seconds)
+            wires.set(unit.computed)
+            for (tier, parts), event in zip(unit.stores.items(), unit.free, strict=False):
+                path = route(self.player.machine, Tier.DEVICE, tier)
+                wires.send(path, sum(parts), parts=len(parts), event=event)
+        for event in [*writes.values(), *(event for unit in self.units for event in unit.free)]:
+            wires.wait(event)
+        compute_s = sum(unit.seconds for unit in self.units)
+        self.timing.expose("update", wires.now - begin - compute_s)
+        return compute_s
+
+    def _units(self, chunk: Chunk) -> list[_Unit]:
+        footprint = self.player.footprint
+        if chunk.id not in footprint.reduces:
+            return []
+        rate = footprint.optimizer.read_bytes / self.player.machine.stream_bytes_per_s
+        sizes = footprint.sizes[chunk.id]
+        if chunk.homes.on_device:
+            return [_Unit(chunk.id, sizes.elements * rate, {}, {}, 0)]
+        units = []
+        for width, elements in sizes.units(self.layout.update_numel):
+            loads: dict[Tier, list[int]] = {}
+            stores: dict[Tier, list[int]] = {}
+            for part, nbytes in sizes.of(width).items():
+                tier = home(chunk.homes, part)
+                if tier == Tier.DEVICE or not nbytes:
+                    continue
+                loads.setdefault(tier, []).append(nbytes)
+                if part is not Part.GRADIENTS:
+                    stores.setdefault(tier, []).append(nbytes)
+            ring_bytes = sum(sum(parts) for parts in loads.values())
+            units.append(_Unit(chunk.id, elements * rate, loads, stores, ring_bytes))
+        return units
+
+    def _plan_loads(self, writes: dict[int, int]) -> None:
+        """Queue all loads, each behind what must have happened before it."""
+        wires = self.wires
+        for unit in self.units:
+            unit.computed = wires.event()
+            unit.free = [wires.event() for _ in unit.stores] or [unit.computed]
+        taken: deque[tuple[int, int, list[int]]] = deque()
+        head = 0
+        blocks = list(writes.values())[-self.layout.gradient_blocks :] if writes else []
+        for number, event in enumerate(blocks):
+            low = self.layout.gather_bytes + number * self.layout.gradient_block_bytes
+            taken.append((low, low + self.layout.gradient_block_bytes, [event]))
+        computed: list[int] = []
+        for unit in self.units:
+            after = computed[-2:-1]  # while unit k computes, only k + 1 loads
+            computed.append(unit.computed)
+            if not unit.ring_bytes:
+                continue
+            if head + unit.ring_bytes > self.layout.arena_bytes:
+                head = 0
+            low, high = head, head + unit.ring_bytes
+            after += [event for a, b, free in taken if a < high and low < b for event in free]
+            taken = deque(entry for entry in taken if not (entry[0] < high and low < entry[1]))
+            taken.append((low, high, unit.free))
+            head = high
+            if unit.chunk in writes:
+                after.append(writes[unit.chunk])
+            for tier, parts in unit.loads.items():
+                event = wires.event()
+                unit.loaded.append(event)
+                path = route(self.player.machine, tier, Tier.DEVICE)
+                wires.send(path, sum(parts), parts=len(parts), event=event, after=after)
+
+
+def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limits) -> Forecast:
+    """All that is expected of a steady step of `layout`, times and bytes."""
+    timing = player.play(layout, stays)
+    footprint = player.footprint
+    homes = [chunk.homes for chunk in layout.chunks]
+    constant = footprint.constant(homes) + layout.arena_bytes
+    live = footprint.live_kept if layout.keeps_all else footprint.live
+    update = footprint.layout_update_bytes(layout)
+    peak_live = int(live.max(initial=0))
+    position = int(live.argmax()) if len(live) else 0
+    peak_node = "optimizer"
+    largest: tuple[tuple[str, int], ...] = (("update of a unit", update),)
+    if update <= peak_live and len(live):
+        peak_node = player.facts.nodes[position]
+        largest = footprint.largest_at(position)
+    moved = timing.moved
+    into = sum(n for (source, _), n in moved.items() if source == Tier.DISK)
+    out = sum(n for (_, target), n in moved.items() if target == Tier.DISK)
+    return Forecast(
+        step_s=timing.step_s,
+        compute_s=timing.compute_s,
+        optimizer_s=timing.optimizer_s,
+        exposed_s=timing.step_s - timing.compute_s,
+        lower_bound_s=lower_bound_s(player.facts, player.machine, limits),
+        peak_device_bytes=constant + max(peak_live, update),
+        peak_host_bytes=layout.host_bytes + layout.staging_bytes,
+        disk_read_bytes=into,
+        disk_write_bytes=out,
+        host_to_device_bytes=moved.get((Tier.HOST, Tier.DEVICE), 0),
+        device_to_host_bytes=moved.get((Tier.DEVICE, Tier.HOST), 0),
+        gathered_bytes=timing.gathered_bytes,
+        reduced_bytes=timing.reduced_bytes,
+        prefetch_hits=timing.hits,
+        prefetch_misses=timing.misses,
+        activation_bytes=peak_live,
+        peak_node=peak_node,
+        exposed=tuple(sorted(timing.exposed.items())),
+        largest=largest,
+    )

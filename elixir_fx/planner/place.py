@@ -1,0 +1,250 @@
+"""Place: where in the gather area a chunk stays, from when to when.
+
+Second stage of the planner. A stay is a rectangle: the bytes [offset, offset + nbytes) of
+the gather area during the positions [start, last]. Its core [first, last] is given, by the
+chunk's first and last reader in a phase; chosen are the offset and the start, the position
+before which the transfer into the block begins.
+
+    law         two stays that share a byte share no position
+    order       starts ascend with the first readers: a link is first in, first out, so a
+                transfer must not overtake one that is needed sooner
+    objective   the earliest starts, and as few transfers as possible: a block that nobody
+                overwrote since the forward is kept for the backward
+
+`_rotate` takes stays in order of need and gives each the block that has been free longest:
+for equal chunks a ring, whose depth is capacity / chunk. In the turn from forward to
+backward it keeps what the ring still holds, which is what Belady's rule would keep, as the
+backward reads chunks in the reverse order. Where uneven sizes defeat it, `_color` colours
+the cores alone (first fit by size) and starts each as early as its colour is free.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from elixir_fx.facts import Facts
+from elixir_fx.plan import Chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """When a chunk's parameters are read: first and last position in either phase."""
+
+    chunk: int
+    nbytes: int
+    forward: tuple[int, int] | None
+    backward: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """One stay of a chunk in the gather area. The block is taken from `start` to `last`."""
+
+    chunk: int
+    backward: bool
+    nbytes: int
+    offset: int
+    start: int
+    first: int
+    last: int
+    kept: bool = False
+
+
+@dataclass(slots=True)
+class _Segment:
+    """Bytes [low, high) of the area: taken until `free_at`, last by the stay `owner`."""
+
+    low: int
+    high: int
+    free_at: int
+    owner: int
+
+
+def uses(facts: Facts, chunks: Iterable[Chunk]) -> tuple[Use, ...]:
+    """When each chunk is read. Empty chunks and chunks that nobody reads have no use."""
+    reads = {parameter.path: parameter.reads for parameter in facts.parameters}
+    found = []
+    for chunk in chunks:
+        positions = [read for piece in chunk.slices for read in reads.get(piece.path, ())]
+        forward = [read for read in positions if read < facts.backward]
+        backward = [read for read in positions if read >= facts.backward]
+        if positions and chunk.nbytes:
+            found.append(
+                Use(
+                    chunk.id,
+                    chunk.nbytes,
+                    (min(forward), max(forward)) if forward else None,
+                    (min(backward), max(backward)) if backward else None,
+                )
+            )
+    return tuple(found)
+
+
+def first_call(facts: Facts) -> int:
+    """The first position that is surely no placeholder: somebody there reads something."""
+    readers = [s.readers[0] for s in facts.storages if s.readers]
+    reads = [p.reads[0] for p in facts.parameters if p.reads]
+    return min([*readers, *reads, facts.backward])
+
+
+def place(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...] | None:
+    """Stays for all uses within `capacity` bytes, in order of their first readers.
+
+    No prefetch starts before position `earliest`. None if no way was found.
+    """
+    if max((use.nbytes for use in stays), default=0) > capacity:
+        return None
+    keeps = sum(1 for use in stays if use.forward and use.backward)
+    while True:
+        found = _rotate(stays, capacity, earliest, keeps)
+        if found is not None:
+            return found
+        if keeps == 0:
+            return _color(stays, capacity, earliest)
+        keeps //= 2
+
+
+def extent(stays: Iterable[Stay]) -> int:
+    """Bytes of the gather area that stays take."""
+    return max((stay.offset + stay.nbytes for stay in stays), default=0)
+
+
+def core_bytes(stays: Sequence[Use]) -> int:
+    """A capacity that `place` is sure to succeed with: the cores, coloured."""
+    return extent(_first_fit(_cores(stays)))
+
+
+def _cores(stays: Sequence[Use]) -> list[Stay]:
+    """Stays without prefetch, by first reader."""
+    found = [
+        Stay(use.chunk, backward, use.nbytes, 0, span[0], span[0], span[1])
+        for use in stays
+        for backward, span in ((False, use.forward), (True, use.backward))
+        if span is not None
+    ]
+    return sorted(found, key=lambda stay: (stay.first, stay.chunk))
+
+
+def _first_fit(cores: Sequence[Stay]) -> list[Stay]:
+    """Lowest offsets at which no two cores meet, the largest placed first."""
+    placed: list[Stay] = []
+    for stay in sorted(cores, key=lambda stay: (-stay.nbytes, stay.first, stay.chunk)):
+        offset = 0
+        meeting = [p for p in placed if p.first <= stay.last and stay.first <= p.last]
+        for other in sorted(meeting, key=lambda other: other.offset):
+            if other.offset >= offset + stay.nbytes:
+                break
+            offset = max(offset, other.offset + other.nbytes)
+        placed.append(replace(stay, offset=offset))
+    return sorted(placed, key=lambda stay: (stay.first, stay.chunk))
+
+
+def _color(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...] | None:
+    """Offsets by first fit over the cores, then starts as early as the blocks allow."""
+    colored = _first_fit(_cores(stays))
+    if extent(colored) > capacity:
+        return None
+    started: list[Stay] = []
+    start = earliest
+    for stay in colored:
+        for other in started:
+            if other.offset < stay.offset + stay.nbytes and stay.offset < (
+                other.offset + other.nbytes
+            ):
+                start = max(start, other.last + 1)
+        start = min(start, stay.first)
+        started.append(replace(stay, start=start))
+    return tuple(started)
+
+
+def _rotate(
+    stays: Sequence[Use], capacity: int, earliest: int, keeps: int
+) -> tuple[Stay, ...] | None:
+    """Each stay in the block that is free earliest; at most `keeps` blocks are kept."""
+    area = [_Segment(0, capacity, earliest - 1, -1)]
+    placed: list[Stay] = []
+    kept: list[Stay] = []
+    start = earliest
+    cores = _cores(stays)
+    turn = next((i for i, core in enumerate(cores) if core.backward), len(cores))
+    for core in cores[:turn]:
+        stay = _take(area, core, start, len(placed))
+        if stay is None:
+            return None
+        start = stay.start
+        placed.append(stay)
+    backward = {core.chunk: core for core in cores[turn:]}
+    for owner in _survivors(area, placed, backward)[:keeps]:
+        held = placed[owner]
+        core = backward.pop(held.chunk)
+        kept.append(replace(core, offset=held.offset, kept=True))
+        for segment in area:
+            if segment.owner == owner:
+                segment.free_at = core.last
+    for core in cores[turn:]:
+        if core.chunk not in backward:
+            continue
+        stay = _take(area, core, start, len(placed))
+        if stay is None:
+            return None
+        start = stay.start
+        placed.append(stay)
+    return tuple(sorted([*placed, *kept], key=lambda stay: (stay.first, stay.chunk)))
+
+
+def _survivors(
+    area: list[_Segment], placed: Sequence[Stay], backward: dict[int, Stay]
+) -> list[int]:
+    """Forward stays whose whole block nobody took since, the soonest needed first."""
+    intact: dict[int, int] = {}
+    for segment in area:
+        if segment.owner >= 0:
+            intact[segment.owner] = intact.get(segment.owner, 0) + segment.high - segment.low
+    whole = [
+        owner
+        for owner, nbytes in intact.items()
+        if nbytes == placed[owner].nbytes and placed[owner].chunk in backward
+    ]
+    return sorted(whole, key=lambda owner: (backward[placed[owner].chunk].first, owner))
+
+
+def _take(area: list[_Segment], core: Stay, start: int, owner: int) -> Stay | None:
+    """Give `core` the bytes where it can start earliest, not before `start`."""
+    best: tuple[int, int] | None = None
+    offsets = {segment.low for segment in area} | {s.high - core.nbytes for s in area}
+    for offset in sorted(offsets):
+        begin = _begin(area, offset, core.nbytes, start)
+        if begin is not None and begin <= core.first and (best is None or begin < best[0]):
+            best = (begin, offset)
+    if best is None:
+        return None
+    begin, offset = best
+    _occupy(area, _Segment(offset, offset + core.nbytes, core.last, owner))
+    return replace(core, offset=offset, start=begin)
+
+
+def _begin(area: list[_Segment], offset: int, nbytes: int, start: int) -> int | None:
+    """The first position from `start` on at which [offset, offset + nbytes) is free."""
+    end = offset + nbytes
+    if offset < 0 or end > area[-1].high:
+        return None
+    for segment in area:
+        if segment.low >= end:
+            break
+        if offset < segment.high and segment.free_at >= start:
+            start = segment.free_at + 1
+    return start
+
+
+def _occupy(area: list[_Segment], taken: _Segment) -> None:
+    """Cut `taken` out of the segments it overlaps, and put it in their place."""
+    rest: list[_Segment] = []
+    for segment in area:
+        if segment.high <= taken.low or segment.low >= taken.high:
+            rest.append(segment)
+            continue
+        if segment.low < taken.low:
+            rest.append(_Segment(segment.low, taken.low, segment.free_at, segment.owner))
+        if segment.high > taken.high:
+            rest.append(_Segment(taken.high, segment.high, segment.free_at, segment.owner))
+    rest.append(taken)
+    area[:] = sorted(rest, key=lambda segment: segment.low)

@@ -1,0 +1,157 @@
+"""Wires: the links of a machine, played in time beside the computation.
+
+Part of the forecast. Every direction of a link is a first-in-first-out stream. While both
+directions of a pair are busy each gets
+
+    min(rate, shared * rate / (rate + rate of the other))
+
+with shared = `Link.shared_bytes_per_s`; a busy stream takes `Link.compute_share` of the
+compute device's speed. A transfer over several links (disk, host, device) is on one after
+the other. Latency counts as bytes that the link would have moved meanwhile.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from elixir_fx.machine import Machine, Tier
+
+Route = tuple[tuple[Tier, Tier], ...]
+NEVER = float("inf")
+
+
+class _Transfer:
+    __slots__ = ("after", "event", "left", "nbytes", "parts", "route", "stage")
+
+    def __init__(
+        self,
+        route: tuple["_Stream", ...],
+        nbytes: int,
+        parts: int,
+        event: int,
+        after: Sequence[int],
+    ) -> None:
+        self.route = route
+        self.nbytes = nbytes
+        self.parts = parts
+        self.event = event
+        self.after = after
+        self.stage = 0
+        self.left = 0.0
+
+
+class _Stream:
+    __slots__ = ("alone", "both", "latency_s", "moved", "partner", "queue", "share")
+
+    def __init__(self, alone: float, both: float, latency_s: float, share: float) -> None:
+        self.alone = alone
+        self.both = both
+        self.latency_s = latency_s
+        self.share = share
+        self.moved = 0
+        self.queue: deque[_Transfer] = deque()
+        self.partner: _Stream = self
+
+
+class Wires:
+    """A clock, the streams of a machine, and events that transfers and computation set."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.now = 0.0
+        self._done: list[bool] = []
+        self._streams: dict[tuple[Tier, Tier], _Stream] = {}
+        links = {(link.source, link.target): link for link in machine.links}
+        for (source, target), link in links.items():
+            back = links.get((target, source))
+            rate = link.bytes_per_s
+            both = link.shared_bytes_per_s
+            if back is not None:
+                both *= rate / (rate + back.bytes_per_s)
+            self._streams[source, target] = _Stream(
+                rate, min(rate, both), link.latency_s, link.compute_share
+            )
+        for (source, target), stream in self._streams.items():
+            stream.partner = self._streams.get((target, source), stream)
+        self._all = tuple(self._streams.values())
+
+    def event(self) -> int:
+        """A new event, not yet set."""
+        self._done.append(False)
+        return len(self._done) - 1
+
+    def set(self, event: int) -> None:
+        self._done[event] = True
+
+    def send(
+        self, route: Route, nbytes: int, *, parts: int = 1, event: int, after: Sequence[int] = ()
+    ) -> None:
+        """Queue a transfer of `parts` pieces that sets `event`, not before all of `after`."""
+        streams = tuple(self._streams[hop] for hop in route)
+        transfer = _Transfer(streams, nbytes, parts, event, after)
+        self._enqueue(transfer)
+
+    def moved(self, source: Tier, target: Tier) -> int:
+        """Bytes sent so far in one direction."""
+        stream = self._streams.get((source, target))
+        return stream.moved if stream is not None else 0
+
+    def compute(self, work_s: float) -> None:
+        """Pass the time in which `work_s` seconds of computation get done."""
+        while work_s > 0:
+            busy, next_s = self._busy()
+            if not busy:
+                self.now += work_s
+                return
+            speed = max(0.05, 1.0 - sum(stream.share for stream, _ in busy))
+            need_s = work_s / speed
+            if need_s < next_s:
+                self._pass(busy, need_s)
+                return
+            self._pass(busy, next_s)
+            work_s -= next_s * speed
+
+    def wait(self, event: int) -> float:
+        """Pass time until `event` is set; the seconds that took."""
+        begin = self.now
+        while not self._done[event]:
+            busy, next_s = self._busy()
+            assert busy, "waiting for an event that nothing will set"
+            self._pass(busy, next_s)
+        return self.now - begin
+
+    def _enqueue(self, transfer: _Transfer) -> None:
+        stream = transfer.route[transfer.stage]
+        transfer.left = transfer.nbytes + transfer.parts * stream.latency_s * stream.alone
+        stream.moved += transfer.nbytes
+        stream.queue.append(transfer)
+
+    def _ready(self, stream: _Stream) -> bool:
+        if not stream.queue:
+            return False
+        after = stream.queue[0].after
+        return not after or all(self._done[event] for event in after)
+
+    def _busy(self) -> tuple[list[tuple[_Stream, float]], float]:
+        """The streams at work with their rates, and the seconds until one is through."""
+        ready = [stream for stream in self._all if self._ready(stream)]
+        busy = []
+        next_s = NEVER
+        for stream in ready:
+            shared = stream.partner is not stream and stream.partner in ready
+            rate = stream.both if shared else stream.alone
+            busy.append((stream, rate))
+            next_s = min(next_s, stream.queue[0].left / rate)
+        return busy, next_s
+
+    def _pass(self, busy: Sequence[tuple[_Stream, float]], seconds: float) -> None:
+        self.now += seconds
+        for stream, rate in busy:
+            head = stream.queue[0]
+            head.left -= rate * seconds
+            if head.left <= 1e-3:  # bytes: rounding, not data
+                stream.queue.popleft()
+                head.stage += 1
+                if head.stage < len(head.route):
+                    head.after = ()
+                    self._enqueue(head)
+                else:
+                    self._done[head.event] = True

@@ -1,0 +1,266 @@
+"""The engine: one compiled model's memory and what its generated code calls.
+
+Holds the store, the gather cache and the home of every parameter, gradient and state that is
+not an ordinary tensor. Generated code calls gather, prefetch, release and reduce; the bound
+optimizer asks for homes, update units and ring memory. One engine a model, nothing global.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from elixir_fx.errors import TierError
+from elixir_fx.machine import Tier
+from elixir_fx.plan import Chunk, Layout, Slice, align
+from elixir_fx.runtime.cache import GatherCache
+from elixir_fx.runtime.gradients import Entry, Reducer
+from elixir_fx.runtime.parameters import AwayParameter, ChunkGradient, away, settle
+from elixir_fx.runtime.store import Region, Store, TensorHome
+
+
+class ParameterHome(TensorHome):
+    """A parameter's home; writing it makes gathered copies of its chunk stale."""
+
+    def __init__(self, engine: "Engine", chunk: Chunk, piece: Slice, region: Region) -> None:
+        super().__init__(
+            engine.store,
+            region,
+            piece.shape,
+            piece.strides,
+            getattr(torch, chunk.dtype),
+            engine.device,
+            piece.path,
+        )
+        self._engine = engine
+        self._chunk = chunk.id
+
+    def store(self, value: Tensor) -> None:
+        super().store(value)
+        with self._engine.lock:
+            self._engine.cache.invalidate(self._chunk)
+
+
+class Engine:
+    """Runtime of one compiled model.
+
+    `parameters` are the model's, by path. The store must have been made for `layout`.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        store: Store,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device,
+    ) -> None:
+        self.layout = layout
+        self.store = store
+        self.device = device
+        self.lock = threading.RLock()
+        self.optimizer_s = 0.0
+        self.buffer_bytes = 0
+        self.state_bytes: Callable[[], int] = lambda: 0  # of ordinary optimizer states
+        self._parameters = list(dict.fromkeys(parameters.values()))
+        self._away: list[nn.Parameter] = []
+        self._depth = 0
+        self._regions: dict[int, Region] = {}
+        self._gradient_regions: dict[int, Region] = {}
+        self._state_regions: dict[tuple[int, str, torch.dtype], Region] = {}
+        self.entries: dict[nn.Parameter, Entry] = {}
+        self._by_chunk: dict[int, list[Entry]] = {}
+        for chunk in layout.chunks:
+            self._enter(chunk, parameters)
+        self.cache = GatherCache(
+            store, {chunk.id: chunk for chunk in layout.chunks}, self._regions, layout.gather_bytes
+        )
+        self.reducer = Reducer(layout, store, self._by_chunk, self._gradient_regions)
+
+    def _enter(self, chunk: Chunk, parameters: Mapping[str, nn.Parameter]) -> None:
+        homes = chunk.homes
+        if homes.on_device:
+            return
+        if homes.parameters is not Tier.DEVICE:
+            self._regions[chunk.id] = self.store.allocate(homes.parameters, align(chunk.nbytes))
+        if chunk.trainable and homes.gradients is not Tier.DEVICE:
+            region = self.store.allocate(homes.gradients, align(chunk.nbytes))
+            self._gradient_regions[chunk.id] = region
+        for piece in chunk.slices:
+            parameter = parameters[piece.path]
+            entry = Entry(path=piece.path, parameter=parameter, chunk=chunk, piece=piece)
+            if chunk.id in self._regions:
+                part = self._part(self._regions[chunk.id], chunk, piece)
+                entry.value = ParameterHome(self, chunk, piece, part)
+            if chunk.id in self._gradient_regions:
+                part = self._part(self._gradient_regions[chunk.id], chunk, piece)
+                entry.gradient = self._home(part, piece, getattr(torch, chunk.dtype), "gradient of")
+            self.entries[parameter] = entry
+            self._by_chunk.setdefault(chunk.id, []).append(entry)
+
+    @staticmethod
+    def _part(region: Region, chunk: Chunk, piece: Slice) -> Region:
+        return region.part(piece.offset * chunk.itemsize, piece.span * chunk.itemsize)
+
+    def _home(self, region: Region, piece: Slice, dtype: torch.dtype, what: str) -> TensorHome:
+        return TensorHome(
+            self.store,
+            region,
+            piece.shape,
+            piece.strides,
+            dtype,
+            self.device,
+            f"{what} {piece.path}",
+        )
+
+    # -- start-up -------------------------------------------------------------------------
+
+    @property
+    def away(self) -> list[nn.Parameter]:
+        """Parameters whose value is not an ordinary tensor."""
+        return self._away
+
+    def take(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Move a value to its parameter's home and make that an AwayParameter; a parameter at
+        home on the device keeps `value` as its data. One on meta becomes real."""
+        entry = self.entries.get(parameter)
+        if parameter.is_meta:
+            real = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, real)
+        elif parameter.data is not value:
+            parameter.data = value
+        if entry is not None and entry.value is not None:
+            entry.value.store(value)
+            away(parameter, entry.value)
+            self._away.append(parameter)
+
+    def take_all(self) -> None:
+        """Move every parameter that is still ordinary to its home, chunk by chunk. If a tier
+        fails half way, all are ordinary again."""
+        try:
+            for parameter in self.entries:
+                if not isinstance(parameter, AwayParameter):
+                    self.take(parameter, parameter.data)
+        except TierError:
+            for parameter in self._away:
+                settle(parameter, self.entries[parameter].home.load())
+            raise
+
+    @contextmanager
+    def full(self, writeback: bool) -> Iterator[None]:
+        """Away parameters as ordinary tensors; with `writeback` their values go home after."""
+        sources = {}
+        for parameter in self._away:
+            sources[parameter] = settle(parameter, self.entries[parameter].home.load())
+        try:
+            yield
+        finally:
+            for parameter, source in sources.items():
+                home = self.entries[parameter].home
+                if writeback:
+                    home.store(parameter.data)
+                away(parameter, home, source)
+
+    def constant_bytes(self) -> int:
+        """Device bytes that ordinary parameters, their gradients and states, buffers and the
+        arena take now."""
+        total = self.layout.arena_bytes + self.buffer_bytes
+        for parameter in self._parameters:
+            if type(parameter) is not AwayParameter:
+                total += parameter.nbytes
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, ChunkGradient):
+                total += gradient.nbytes
+        return total + self.state_bytes()
+
+    # -- what generated code calls --------------------------------------------------------
+
+    def gather(self, chunk: int, offset: int) -> Tensor:
+        """The chunk's elements on the device, 1-D, until its release."""
+        return self.cache.acquire(chunk, offset)
+
+    def prefetch(self, chunk: int, offset: int) -> None:
+        self.cache.start(chunk, offset)
+
+    def release(self, chunk: int) -> None:
+        self.cache.release(chunk)
+
+    def reduce(
+        self, chunk: int, slices: list[int], gradients: list[Tensor], owned: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        """Add the chunk's gradients to p.grad; answer what autograd must get itself."""
+        return self.reducer.reduce(chunk, slices, gradients, owned)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around one half of a step. An exception lets go of every gathered chunk."""
+        with self.lock:
+            outermost = self._depth == 0
+            self._depth += 1
+            try:
+                yield
+            except BaseException:
+                if outermost:
+                    self.cache.release_all()
+                raise
+            finally:
+                self._depth -= 1
+
+    # -- what the bound optimizer asks for -------------------------------------------------
+
+    def units(self) -> Sequence[Sequence[nn.Parameter]]:
+        """Whole parameters that are updated together: runs of a chunk's slices of at most
+        `update_numel` elements, or one larger parameter."""
+        found: list[list[nn.Parameter]] = []
+        for entries in self._by_chunk.values():
+            if not entries[0].chunk.trainable:
+                continue
+            unit: list[nn.Parameter] = []
+            elements = 0
+            for entry in entries:
+                if unit and elements + entry.piece.span > self.layout.update_numel:
+                    found.append(unit)
+                    unit, elements = [], 0
+                unit.append(entry.parameter)
+                elements += entry.piece.span
+            found.append(unit)
+        return found
+
+    def state_home(self, parameter: nn.Parameter, name: str, like: Tensor) -> TensorHome:
+        """The home of one element-wise state of a parameter; allocated with its chunk's."""
+        entry = self.entries[parameter]
+        chunk = entry.chunk
+        key = (chunk.id, name, like.dtype)
+        size = like.element_size()
+        if key not in self._state_regions:
+            nbytes = align(chunk.numel * size)
+            self._state_regions[key] = self.store.allocate(chunk.homes.states, nbytes)
+        region = self._state_regions[key]
+        part = region.part(entry.piece.offset * size, entry.piece.span * size)
+        return self._home(part, entry.piece, like.dtype, f"{name} of")
+
+    def gradient_is_home(self, parameter: nn.Parameter) -> bool:
+        """Whether p.grad is the ChunkGradient of the parameter's own gradient home."""
+        return self.reducer.is_home(self.entries[parameter])
+
+    @contextmanager
+    def update_memory(self) -> Iterator[Tensor]:
+        """The whole arena, for the optimizer to stream through."""
+        with self.lock:
+            started = time.perf_counter()
+            self.reducer.drain()
+            self.cache.clear()
+            try:
+                yield self.store.arena
+            finally:
+                self.store.drain()
+                self.cache.clear()
+                self.optimizer_s += time.perf_counter() - started
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back memory, file and threads. Parameters that are away are lost with it."""
+        self.store.close()

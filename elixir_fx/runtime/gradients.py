@@ -1,0 +1,223 @@
+"""Gradients on their way from the backward to p.grad, wherever that lives.
+
+Called by the generated backward through the engine, once a chunk. A gradient at home on the
+device becomes an ordinary p.grad, or is added to it. One at home elsewhere passes through a
+block of the arena: what p.grad held is fetched there, the new gradient added, the sum written
+home while the backward goes on. Additions are those of autograd's AccumulateGrad, old + new,
+so every bit is eager's.
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from elixir_fx.machine import Tier
+from elixir_fx.plan import Chunk, Layout, Slice
+from elixir_fx.runtime.away import Source
+from elixir_fx.runtime.parameters import (
+    Accumulation,
+    ChunkGradient,
+    accumulation,
+    pass_by,
+    run_hooks,
+)
+from elixir_fx.runtime.store import Region, Store, TensorHome
+from elixir_fx.runtime.transfers import Ticket
+
+
+@dataclass(kw_only=True, eq=False)
+class Entry:
+    """One parameter that has anything away; `value` and `gradient` are None for what is an
+    ordinary tensor."""
+
+    path: str
+    parameter: nn.Parameter
+    chunk: Chunk
+    piece: Slice
+    value: TensorHome | None = None
+    gradient: TensorHome | None = None
+    # What p.grad looks at; alive as long as somebody holds the gradient or a view of it.
+    held: "weakref.ref[Source] | None" = None
+
+    @property
+    def home(self) -> TensorHome:
+        """The home of the value of a parameter that is away."""
+        assert self.value is not None, self.path
+        return self.value
+
+    @property
+    def states_away(self) -> bool:
+        return self.chunk.trainable and self.chunk.homes.states is not Tier.DEVICE
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+
+@dataclass(kw_only=True, eq=False)
+class _Block:
+    """A block of the arena that a chunk's gradients pass through."""
+
+    memory: Tensor
+    ticket: Ticket = field(default_factory=Ticket.ready)
+    fetching: int | None = None  # the chunk whose old gradient is on its way into it
+
+
+class Reducer:
+    """Adds gradients to p.grad, chunk by chunk."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        store: Store,
+        chunks: Mapping[int, Sequence[Entry]],
+        regions: Mapping[int, Region],
+    ) -> None:
+        self._store = store
+        self._chunks = chunks
+        self._regions = regions
+        first, size = layout.gather_bytes, layout.gradient_block_bytes
+        self._blocks = [
+            _Block(memory=store.arena[first + i * size : first + (i + 1) * size])
+            for i in range(layout.gradient_blocks)
+        ]
+        self._next = 0
+        self._previous: int | None = None
+        self._follows: dict[int, int] = {}  # which chunk was reduced after which, last time
+        self.undefined: frozenset[str] = frozenset()
+        self.reduced_bytes = 0
+        self.waited_s = 0.0
+
+    def reduce(
+        self, chunk: int, slices: list[int], gradients: list[Tensor], owned: tuple[bool, ...]
+    ) -> list[Tensor | None]:
+        """Add gradients of the chunk's `slices` to their p.grad.
+
+        Answers, per gradient, what autograd must get itself: the gradient where
+        autograd.grad() asked for it, else None. Nothing happens where autograd would not
+        accumulate. `owned` tells which gradients may become p.grad without a copy.
+        """
+        entries = self._chunks[chunk]
+        answers: list[Tensor | None] = [None] * len(gradients)
+        arrived: list[tuple[Entry, Tensor, bool]] = []
+        for position, (index, gradient) in enumerate(zip(slices, gradients, strict=True)):
+            entry = entries[index]
+            if entry.path in self.undefined:
+                pass_by(entry.parameter)
+                continue
+            wanted = accumulation(entry.parameter)
+            if wanted is Accumulation.CAPTURE:
+                answers[position] = gradient
+            elif wanted is Accumulation.ACCUMULATE:
+                hooked = run_hooks(entry.parameter, gradient)
+                arrived.append((entry, hooked, owned[position] and hooked is gradient))
+        gradients.clear()
+        if arrived:
+            if chunk in self._regions:
+                self._send_home(chunk, arrived)
+            else:
+                for entry, gradient, own in arrived:
+                    _accumulate(entry.parameter, gradient, own)
+        return answers  # autograd itself runs the post-accumulate hooks, at the pass's end
+
+    def is_home(self, entry: Entry) -> bool:
+        """Whether p.grad is the ChunkGradient of the parameter's own gradient home."""
+        held = entry.parameter.grad
+        return isinstance(held, ChunkGradient) and held.source.home is entry.gradient
+
+    def _send_home(self, chunk: int, arrived: list[tuple[Entry, Tensor, bool]]) -> None:
+        region = self._regions[chunk]
+        block = self._take_block(chunk)
+        memory = block.memory[: region.nbytes]
+        self._fetch_next(chunk)
+        block.ticket.wait()
+        for entry, gradient, _ in arrived:
+            assert entry.gradient is not None
+            first = entry.piece.offset * entry.chunk.itemsize
+            flat = memory[first : first + entry.gradient.nbytes].view(entry.dtype)
+            total = entry.gradient.view(flat)
+            held = entry.parameter.grad
+            if self.is_home(entry):
+                total.add_(gradient)
+                continue
+            _keep_earlier(entry)
+            if held is None:
+                total.copy_(gradient)
+            else:
+                total.copy_(held).add_(gradient)  # the user's own tensor is taken over
+        block.ticket = self._store.put(region, memory)
+        block.fetching = None
+        self.reduced_bytes += region.nbytes
+        for entry, _, _ in arrived:
+            if not self.is_home(entry):
+                assert entry.gradient is not None
+                source = Source(entry.gradient)
+                entry.held = weakref.ref(source)
+                entry.parameter.grad = ChunkGradient(source)
+
+    def _take_block(self, chunk: int) -> _Block:
+        """The block for a chunk's gradients, with their old values in it or on their way."""
+        for block in self._blocks:
+            if block.fetching == chunk:
+                return block
+        block = self._free_block()
+        self._fetch_old(chunk, block)
+        return block
+
+    def _free_block(self) -> _Block:
+        """The block whose last use began the longest ago."""
+        block = self._blocks[self._next]
+        self._next = (self._next + 1) % len(self._blocks)
+        return block
+
+    def _fetch_old(self, chunk: int, block: _Block) -> None:
+        block.fetching = chunk
+        region = self._regions[chunk]
+        after = [] if block.ticket.settled else [block.ticket]
+        if any(self.is_home(entry) for entry in self._chunks[chunk]):
+            block.ticket = self._store.fetch(region, block.memory[: region.nbytes], after=after)
+
+    def _fetch_next(self, chunk: int) -> None:
+        """While this chunk is added up, fetch what the next one is added to: the chunk that
+        was reduced after this one the last time."""
+        if self._previous is not None:
+            self._follows[self._previous] = chunk
+        self._previous = chunk
+        following = self._follows.get(chunk)
+        if following is None or len(self._blocks) < 2 or following == chunk:
+            return
+        if all(block.fetching != following for block in self._blocks):
+            self._fetch_old(following, self._free_block())
+
+    def start(self) -> None:
+        """A backward begins: what an earlier one left half way is forgotten."""
+        self._previous = None
+        for block in self._blocks:
+            block.fetching = None
+
+    def drain(self) -> None:
+        """Wait for every gradient that is on its way home."""
+        self.start()
+        for block in self._blocks:
+            block.ticket.wait()
+
+
+def _keep_earlier(entry: Entry) -> None:
+    """Somebody may still hold an earlier p.grad whose home is about to be written over."""
+    source = entry.held() if entry.held is not None else None
+    if source is not None:
+        source.keep()
+
+
+def _accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool) -> None:
+    """As autograd's AccumulateGrad: keep the tensor if nobody else has it and it lies in
+    memory as the parameter does, else a copy; afterwards add in place."""
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif own and gradient.stride() == parameter.stride():
+        parameter.grad = gradient
+    else:
+        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)

@@ -1,0 +1,354 @@
+"""The optimizer's step, streamed: parts that are away pass through memory unit by unit.
+
+`bind` hangs two hooks on the user's own optimizer object. The pre-hook runs the user's own
+update (the class's `step`, with `param_groups` showing one unit at a time) on ordinary
+tensors in a ring over the engine's arena: while a unit is updated the next one is fetched
+and the one before goes home. Then it hides the gradients, so that the step which the hook
+precedes finds nothing left to do, and the post-hook gives them back.
+
+Numbers are those of the plain optimizer: every update runs on whole parameters, with the
+options, the foreach or fused choice and the learning rate that the group has at that moment.
+If that last, empty step is interrupted, the hidden gradients count as used: p.grad is None.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elixir_fx.errors import PlanError, TierError
+from elixir_fx.plan import align
+from elixir_fx.runtime.away import Home, Source, Ticket
+from elixir_fx.runtime.parameters import (
+    AwayTensor,
+    HookHandles,
+    attach_step_hooks,
+    lend,
+    recall,
+    version,
+)
+from elixir_fx.runtime.probe import own_step, probe
+
+
+class Entry(Protocol):
+    """One managed parameter. A part whose home is None is an ordinary tensor."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def value(self) -> Home | None: ...
+    @property
+    def gradient(self) -> Home | None: ...
+    @property
+    def states_away(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """What streaming needs of the runtime."""
+
+    @property
+    def entries(self) -> Mapping[nn.Parameter, Entry]:
+        """Parameters with anything away."""
+
+    def units(self) -> Sequence[Sequence[nn.Parameter]]:
+        """Parameters that stream together, in order."""
+
+    def state_home(self, parameter: nn.Parameter, name: str, like: Tensor) -> Home:
+        """The home of a state; allocated at the first call."""
+
+    def update_memory(self) -> AbstractContextManager[Tensor]:
+        """The arena as bytes, for the time of an update."""
+
+    def gradient_is_home(self, parameter: nn.Parameter) -> bool:
+        """Whether p.grad is what the gradient's home holds."""
+
+
+@dataclass
+class _Piece:
+    """One tensor of a unit in the ring."""
+
+    home: Home
+    flat: Tensor
+    view: Tensor
+    writes: bool = False
+
+
+@dataclass
+class _Load:
+    """The away parts of one parameter in the ring."""
+
+    parameter: nn.Parameter
+    entry: Entry
+    value: _Piece | None = None
+    gradient: _Piece | None = None
+    states: dict[str, tuple[AwayTensor, _Piece]] = field(default_factory=dict)
+
+    def pieces(self) -> Iterator[_Piece]:
+        yield from (piece for piece in (self.value, self.gradient) if piece is not None)
+        yield from (piece for _, piece in self.states.values())
+
+
+@dataclass
+class _Unit:
+    """Parameters that are updated by one call, and the region of the ring they have."""
+
+    parameters: list[nn.Parameter]
+    start: int = 0
+    end: int = 0
+    loads: list[_Load] = field(default_factory=list)
+    tickets: list[Ticket] = field(default_factory=list)
+    leaving: bool = False
+
+    def wait(self) -> None:
+        tickets, self.tickets = self.tickets, []
+        for ticket in tickets:
+            ticket.wait()
+
+
+class _Ring:
+    """Regions of the arena, given out in a circle; a region is taken again once it is home."""
+
+    def __init__(self, arena: Tensor) -> None:
+        self.arena = arena
+        self.head = 0
+        self.units: deque[_Unit] = deque()
+
+    def reserve(self, unit: _Unit, nbytes: int) -> bool:
+        """Give `unit` a region; False while a unit that is still at work is in the way."""
+        start = self.head if self.head + nbytes <= self.arena.numel() else 0
+        end = start + nbytes
+        in_the_way = [old for old in self.units if old.start < end and start < old.end]
+        if any(not old.leaving for old in in_the_way):
+            return False
+        for old in in_the_way:
+            old.wait()
+            self.units.remove(old)
+        unit.start, unit.end, self.head = start, end, end
+        self.units.append(unit)
+        return True
+
+    def drain(self) -> None:
+        """Wait for everything under way, all of it even if some of it fails."""
+        error: BaseException | None = None
+        while self.units:
+            unit = self.units[0]
+            try:
+                unit.wait()
+            except TierError as failed:
+                error = error or failed
+            if not unit.tickets:
+                self.units.popleft()
+        if error is not None:
+            raise error
+
+
+class Binding:
+    """An optimizer whose step is streamed. Made by `bind`, undone by `unbind`."""
+
+    def __init__(self, optimizer: Optimizer, engine: Engine) -> None:
+        self.optimizer = optimizer
+        self.engine = engine
+        self._inside = False
+        self._hidden: list[tuple[nn.Parameter, Tensor]] = []
+        self._check()
+        self._handles: HookHandles = attach_step_hooks(optimizer, self._before, self._after)
+        self._removable = [
+            optimizer.register_state_dict_post_hook(_ordinary_state_dict, prepend=True),
+            optimizer.register_load_state_dict_post_hook(lambda _: self.adopt_all()),
+        ]
+        self.adopt_all()
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """Move the states of `parameter` that are ordinary tensors to their homes."""
+        entry = self.engine.entries.get(parameter)
+        if entry is None or not entry.states_away or parameter not in self.optimizer.state:
+            return
+        states = self.optimizer.state[parameter]
+        for name, state in states.items():
+            if _moves(state, parameter) and not isinstance(state, AwayTensor):
+                home = self.engine.state_home(parameter, name, state)
+                home.store(state)
+                states[name] = AwayTensor(Source(home))
+
+    def adopt_all(self) -> None:
+        """`adopt` for every managed parameter of the optimizer."""
+        for parameter in self._parameters():
+            self.adopt(parameter)
+
+    def unbind(self) -> None:
+        """Take the hooks off and make every state an ordinary tensor again."""
+        self._handles.remove()
+        for handle in self._removable:
+            handle.remove()
+        for states in self.optimizer.state.values():
+            for name, state in states.items():
+                if isinstance(state, AwayTensor):
+                    states[name] = state.snapshot()
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        for group in self.optimizer.param_groups:
+            yield from group["params"]
+
+    def _check(self) -> None:
+        """PlanError for an optimizer that cannot be run one unit at a time."""
+        entries = self.engine.entries
+        away = [entries[p].path for p in self._parameters() if p in entries]
+        if not away:
+            return
+        name = type(self.optimizer).__name__
+        if any(group.get("differentiable") for group in self.optimizer.param_groups):
+            raise PlanError(
+                f"{name}(differentiable=True) needs every parameter in memory, and {away[0]} and "
+                f"{len(away) - 1} others are away. Use differentiable=False"
+            )
+        if probe(self.optimizer).global_state:
+            raise PlanError(
+                f"{name} needs all parameters at once, and {away[0]} and {len(away) - 1} others "
+                "are away. Give a larger memory budget or another optimizer"
+            )
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Pre-hook of the step: the closure, then the whole update, then hide the gradients."""
+        if self._inside:
+            return None
+        self._hidden.clear()
+        entries = self.engine.entries
+        if not any(parameter in entries for parameter in self._parameters()):
+            return None
+        if any(group.get("differentiable") for group in optimizer.param_groups):
+            self._check()
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            if "closure" in kwargs:
+                kwargs = {**kwargs, "closure": lambda: loss}
+            else:
+                args = (args[0], lambda: loss, *args[2:])
+        self._inside = True
+        try:
+            self._update()
+        finally:
+            self._inside = False
+        for parameter in self._parameters():
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+        return args, kwargs
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Post-hook of the step: the gradients are seen again."""
+        if self._inside:
+            return
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+
+    def _update(self) -> None:
+        entries = self.engine.entries
+        live = {parameter for parameter in self._parameters() if parameter.grad is not None}
+        rest = [parameter for parameter in self._parameters() if parameter not in entries]
+        units = [
+            _Unit([p for p in unit if p in live and p in entries]) for unit in self.engine.units()
+        ]
+        streamed = [unit for unit in units if unit.parameters]
+        if streamed:
+            with self.engine.update_memory() as arena:
+                streamed = [part for unit in streamed for part in self._fitting(unit, arena)]
+                self._stream(streamed, _Ring(arena))
+        self._step_on(rest)
+
+    def _fitting(self, unit: _Unit, arena: Tensor) -> Iterator[_Unit]:
+        """`unit`, in parts where it is more than the arena holds. Runs before any change."""
+        part: list[nn.Parameter] = []
+        size = 0
+        for parameter in unit.parameters:
+            nbytes = self._nbytes(parameter)
+            if nbytes > arena.numel():
+                path = self.engine.entries[parameter].path
+                raise TierError(
+                    f"updating {path} needs {nbytes / 2**20:.1f} MiB of device memory at once, "
+                    f"{arena.numel() / 2**20:.1f} MiB are planned. The plan was made for another "
+                    "optimizer: call compiled.bind(optimizer) before the first step"
+                )
+            if part and size + nbytes > arena.numel():
+                yield _Unit(part)
+                part, size = [], 0
+            part.append(parameter)
+            size += nbytes
+        yield _Unit(part)
+
+    def _homes(self, parameter: nn.Parameter) -> Iterator[tuple[str, Home, AwayTensor | None]]:
+        """The away parts of `parameter` that an update reads: what, its home, its state."""
+        entry = self.engine.entries[parameter]
+        if entry.value is not None:
+            yield "value", entry.value, None
+        if entry.gradient is not None and self.engine.gradient_is_home(parameter):
+            yield "gradient", entry.gradient, None
+        if parameter in self.optimizer.state:
+            for name, state in self.optimizer.state[parameter].items():
+                if isinstance(state, AwayTensor):
+                    yield name, state.source.home, state
+
+    def _nbytes(self, parameter: nn.Parameter) -> int:
+        return sum(align(_bytes(home)) for _, home, _ in self._homes(parameter))
+
+    def _stream(self, units: Sequence[_Unit], ring: _Ring) -> None:
+        following = deque(units)
+        current: _Unit | None = None
+        try:
+            while following or current is not None:
+                if current is None:
+                    current = following.popleft()
+                    reserved = self._fetch(current, ring)
+                    assert reserved, "nothing is at work in the ring"
+                ahead = following[0] if following and self._fetch(following[0], ring) else None
+                current.wait()
+                self._step_unit(current)
+                current.leaving = True
+                current = following.popleft() if ahead is not None else None
+        finally:
+            ring.drain()
+
+    def _fetch(self, unit: _Unit, ring: _Ring) -> bool:
+        """Start to read a unit into the ring; False if it has no room yet."""
+        if not ring.reserve(unit, sum(map(self._nbytes, unit.parameters))):
+            return False
+        offset = unit.start
+        for parameter in unit.parameters:
+            load = _Load(parameter, self.engine.entries[parameter])
+            unit.loads.append(load)
+            for name, home, state in self._homes(parameter):
+                flat = ring.arena[offset : offset + _bytes(home)].view(home.dtype)
+                offset += align(_bytes(home))
+                piece = _Piece(home, flat, home.view(flat))
+                unit.tickets.append(home.fetch(flat))
+                if state is not None:
+                    load.states[name] = (state, piece)
+                elif name == "value":
+                    load.value = piece
+                else:
+                    load.gradient = piece
+        return True
+
+    def _step_unit(self, unit: _Unit) -> None:
+        """Update one unit on ordinary tensors and start to send home what changed."""
+        done = False
+        with _all(self._ordinary(load) for load in unit.loads) as finish:
+            self._step_on(unit.parameters)
+            done = True
+            for load in unit.loads:
+                self._collect(load)
+            finish()
+        assert done
+        for load in unit.loads:
+            unit.tickets += [piece.home.put(piece.flat) for piece in load.pieces() if piece.writes]
+            self.adopt(load.parameter)

@@ -1,0 +1,710 @@
+"""Parameters, gradients and optimizer states that people can use though they are away.
+
+Between steps a tensor whose home is not device memory is one of three classes:
+
+    AwayParameter   the user's own nn.Parameter object, its class changed by `away`
+    AwayTensor      a view of it, or an optimizer state: read at each use, written through
+    ChunkGradient   an AwayTensor in p.grad
+
+An AwayParameter has a storage of no bytes, so nothing may run on it as it is.
+`__torch_function__` answers questions of metadata from the object itself and hands
+everything else an AwayTensor in its place: below autograd, where `__torch_dispatch__` knows
+from the operator's schema what is a view, what is written and what is only read. With
+gradients on, the AwayTensor comes from an autograd Function, so that gradients reach the
+parameter; autograd then refuses in-place edits, as it does for any leaf.
+
+Where this differs from an ordinary parameter: `p.data = x` copies x home (same shape and
+dtype only) and does not alias it; `numpy()` gives a read-only copy; `data_ptr()` and
+`untyped_storage()` raise; a view taken with gradients on cannot be used in another forward
+after the value has changed (RuntimeError: take it again).
+
+Underscored torch names in this file were tried on torch 2.11 and 2.13.
+"""
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, Self, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, increment_version
+
+from elixir_fx.errors import ElixirError
+from elixir_fx.runtime.away import Home, Source
+
+_raw = torch._C.DisableTorchFunctionSubclass
+_aten = torch.ops.aten
+
+# Written whole, whatever was there: the old value need not be read.
+_OVERWRITES = frozenset(
+    {
+        _aten.copy_.default,
+        _aten.zero_.default,
+        _aten.fill_.Scalar,
+        _aten.fill_.Tensor,
+        _aten.normal_.default,
+        _aten.uniform_.default,
+        _aten._foreach_zero_.default,
+        _aten._foreach_copy_.default,
+    }
+)
+# Need shape, strides and dtype of their first argument only.
+_FACTORIES = frozenset(
+    {
+        _aten.empty_like.default,
+        _aten.zeros_like.default,
+        _aten.ones_like.default,
+        _aten.full_like.default,
+        _aten.new_empty.default,
+        _aten.new_zeros.default,
+        _aten.new_ones.default,
+        _aten.new_full.default,
+    }
+)
+_SAME = frozenset({_aten.detach.default, _aten.alias.default})
+
+
+T = TypeVar("T")
+# One step from a tensor to a view of it.
+View = Callable[[Tensor], Tensor]
+
+
+class AwayTensor(Tensor):
+    """A tensor whose value is read from its source at each use.
+
+    `views` lead from the source's tensor to this one. `shadow` is the same on the meta device
+    and says shape, strides and offset. `owner` is the parameter whose version counter follows
+    writes, None for `p.data`, gradients and optimizer states.
+    """
+
+    source: Source
+    views: tuple[View, ...]
+    shadow: Tensor
+    owner: "weakref.ref[Tensor] | None"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        source: Source,
+        views: tuple[View, ...] = (),
+        shadow: Tensor | None = None,
+        owner: "weakref.ref[Tensor] | None" = None,
+    ) -> Self:
+        home = source.home
+        if shadow is None:
+            shadow = torch.empty_strided(
+                tuple(home.shape), tuple(home.strides), dtype=home.dtype, device="meta"
+            )
+        # Born as an ordinary tensor in inference mode too: it is a view of one.
+        with torch.inference_mode(False):
+            self = Tensor._make_wrapper_subclass(
+                cls,
+                shadow.shape,
+                strides=shadow.stride(),
+                storage_offset=shadow.storage_offset(),
+                dtype=shadow.dtype,
+                device=home.device,
+            )
+        self.source, self.views, self.shadow, self.owner = source, views, shadow, owner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # composite operators arrive whole
+            whole = func.decompose(*args, **kwargs)
+            if whole is not NotImplemented:
+                return whole
+        first = args[0] if args else None
+        if isinstance(first, AwayTensor):
+            if func.is_view:
+                return first._view(func, args[1:], kwargs)
+            if func in _FACTORIES:
+                device = kwargs.get("device") or first.device
+                return func(first.shadow, *args[1:], **{**kwargs, "device": device})
+        if torch.Tag.inplace_view in func.tags or func in (
+            _aten.resize_.default,
+            _aten.set_.source_Tensor,
+            _aten.set_.source_Storage_storage_offset,
+        ):
+            raise ElixirError(
+                f"{func} would change the shape or storage of {_path(args)}, whose value is away: "
+                "do it within elixir_fx.full_parameters(model)"
+            )
+        one_by_one = _split(func, args, kwargs)
+        if one_by_one is None:
+            return _run(func, args, kwargs)
+        # One element after the other, or a clipped model would be in memory at once.
+        results = [_run(func, part, options) for part, options in one_by_one]
+        return None if results[0] is None else [item for result in results for item in result]
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func in _SAME:
+            return type(self)(self.source, self.views, self.shadow, self.owner)
+        if func is _aten.as_strided.default:
+            return self._strided(*args, **kwargs)
+        shadow = func(self.shadow, *args, **kwargs)
+        if isinstance(shadow, Tensor):
+            return AwayTensor(
+                self.source,
+                (*self.views, lambda value: cast(Tensor, func(value, *args, **kwargs))),
+                shadow,
+                self.owner,
+            )
+
+        def pick(index: int) -> View:
+            return lambda value: cast(Tensor, func(value, *args, **kwargs)[index])
+
+        return [
+            AwayTensor(self.source, (*self.views, pick(index)), part, self.owner)
+            for index, part in enumerate(shadow)
+        ]
+
+    def _strided(
+        self, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+    ) -> "AwayTensor":
+        offset = self.shadow.storage_offset() if storage_offset is None else storage_offset
+
+        def strided(value: Tensor) -> Tensor:
+            # Offsets count from the start of the source's tensor, wherever that lies.
+            shift = value.storage_offset() - self.shadow.storage_offset()
+            return value.as_strided(size, stride, offset + shift)
+
+        shadow = self.shadow.as_strided(size, stride, offset)
+        return AwayTensor(self.source, (*self.views, strided), shadow, self.owner)
+
+    def within(self, value: Tensor) -> Tensor:
+        """This view of `value`, a tensor that the source loaded."""
+        for view in self.views:
+            value = view(value)
+        return value
+
+    def load(self) -> Tensor:
+        """The current value as an ordinary tensor, without autograd; not to be written to."""
+        with torch.no_grad():
+            return self.within(self.source.load())
+
+    def snapshot(self) -> Tensor:
+        """The current value as an ordinary tensor of its own."""
+        value = self.load()
+        return value if self.source.tensor is None and not self.views else value.clone()
+
+    @property
+    def data(self) -> Tensor:
+        return AwayTensor(self.source, self.views, self.shadow)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _assign(self, value)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A read-only copy: writes to it could not reach the home."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on Tensor that requires grad. "
+                "Use tensor.detach().numpy() instead."
+            )
+        array = self.snapshot().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.snapshot().__dlpack__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.load().tolist()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return type(self).__name__ + repr(self.load()).removeprefix("tensor")
+
+    def __format__(self, spec: str) -> str:
+        return format(self.load(), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return cast(Tensor, memo.setdefault(id(self), self.snapshot()))
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.snapshot().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+    def is_shared(self) -> bool:
+        return False
+
+    def data_ptr(self) -> NoReturn:
+        raise ElixirError(
+            f"{self.source.home.path} has no address: its value is away between steps. Read it "
+            "with .clone(), or use elixir_fx.full_parameters(model)"
+        )
+
+    def untyped_storage(self) -> NoReturn:
+        self.data_ptr()
+
+    def storage(self) -> NoReturn:
+        self.data_ptr()
+
+    def share_memory_(self) -> NoReturn:
+        self.data_ptr()
+
+
+class ChunkGradient(AwayTensor):
+    """p.grad where the gradient's home is not device memory: in-place operations reach it."""
+
+
+def _path(values: Any) -> str:
+    return ", ".join(sorted({tensor.source.home.path for tensor in _found(values, AwayTensor)}))
+
+
+def _found(values: Any, kind: type[T]) -> list[T]:
+    if isinstance(values, kind):
+        return [values]
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, (list, tuple)):
+        return [found for value in values for found in _found(value, kind)]
+    return []
+
+
+def _replaced(values: Any, kind: type, new: Callable[[Any], Any]) -> Any:
+    """`values` with each `kind` in it, however deep in lists, tuples and dicts, replaced."""
+    if isinstance(values, kind):
+        return new(values)
+    if isinstance(values, dict):
+        return {key: _replaced(value, kind, new) for key, value in values.items()}
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(_replaced(value, kind, new) for value in values))
+    if isinstance(values, (list, tuple)):
+        return type(values)(_replaced(value, kind, new) for value in values)
+    return values
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on loaded values, then send home what its schema says it wrote."""
+    tensors = _found((args, kwargs), AwayTensor)
+    written: list[AwayTensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += _found(value, AwayTensor)
+    loaded: dict[Source, Tensor] = {}
+    if func in _OVERWRITES and len({tensor.source for tensor in tensors}) == len(tensors):
+        loaded = {tensor.source: tensor.source.blank() for tensor in written if not tensor.views}
+    back: dict[int, AwayTensor] = {}
+    alive: list[Tensor] = []  # so that an id stays one tensor's
+
+    def plain(tensor: AwayTensor) -> Tensor:
+        if tensor.source not in loaded:
+            loaded[tensor.source] = tensor.source.load()
+        value = tensor.within(loaded[tensor.source])
+        back[id(value)] = tensor
+        alive.append(value)
+        return value
+
+    result = func(*_replaced(args, AwayTensor, plain), **_replaced(kwargs, AwayTensor, plain))
+    for source in dict.fromkeys(tensor.source for tensor in written):
+        source.store(loaded[source])
+    owners = {tensor.owner for tensor in written if tensor.owner is not None}
+    increment_version([owner for owner in (ref() for ref in owners) if owner is not None])
+    return _replaced(result, Tensor, lambda value: back.get(id(value), value))
+
+
+def _split(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """The calls on one element each that a call on lists stands for; None if it is not one."""
+    name = func._schema.name.removeprefix("aten::").lstrip("_")
+    if not name.startswith(("foreach", "fused", "amp_foreach")):
+        return None
+    given = [*args, *kwargs.values()]
+    lists = [value for value in given if isinstance(value, (list, tuple)) and _found(value, Tensor)]
+    count = len(lists[0]) if lists else 0
+    if count < 2 or any(len(value) not in (0, count) for value in lists):
+        return None
+    names = [argument.name for argument in func._schema.arguments]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    if isinstance(named.get("scalars"), Tensor):
+        return None
+
+    def part(value: Any, index: int) -> Any:
+        several = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[index]] if several else value
+
+    return [
+        (
+            tuple(part(value, index) for value in args),
+            {key: part(value, index) for key, value in kwargs.items()},
+        )
+        for index in range(count)
+    ]
+
+
+def _assign(tensor: AwayTensor, value: Tensor) -> None:
+    """What `tensor.data = value` means here: copy the value home."""
+    if isinstance(value, AwayParameter):
+        value = value.base
+    if value.shape != tensor.shape or value.dtype != tensor.dtype or value.device != tensor.device:
+        raise ElixirError(
+            f"{tensor.source.home.path} is {tensor.dtype} {list(tensor.shape)} on {tensor.device} "
+            f"and its value is away; it cannot become {value.dtype} {list(value.shape)} on "
+            f"{value.device}. Move or cast the model before elixir_fx.compile"
+        )
+    if isinstance(value, AwayTensor):
+        if value.source is tensor.source and value.views == tensor.views:
+            return
+        value = value.load()
+    with torch.no_grad():
+        AwayTensor(tensor.source, tensor.views, tensor.shadow).copy_(value)
+
+
+class _Fetch(torch.autograd.Function):
+    """From a parameter to a lazily read alias of it; the gradient goes back as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: "AwayParameter") -> Tensor:
+        # A view made in here: autograd refuses to change it in place, as it must.
+        return cast(Tensor, _aten.alias.default(parameter.base))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone() if isinstance(gradient, AwayTensor) else gradient
+
+
+_FIELDS = (
+    "_backward_hooks _base _grad _grad_fn _is_view _post_accumulate_grad_hooks _version device "
+    "dtype grad grad_dtype grad_fn is_cpu is_cuda is_leaf is_meta is_mkldnn is_mps is_nested "
+    "is_quantized is_sparse is_sparse_csr is_xpu itemsize layout name names nbytes ndim output_nr "
+    "requires_grad retains_grad shape volatile _has_symbolic_sizes_strides"
+)
+_METHODS = (
+    "__hash__ __len__ _is_view _make_subclass detach_ dim element_size get_device "
+    "has_names is_coalesced is_complex is_contiguous is_floating_point is_inference "
+    "is_signed ndimension nelement numel register_hook register_post_accumulate_grad_hook "
+    "requires_grad_ retain_grad size storage_offset stride"
+)
+
+
+def _metadata() -> frozenset[Any]:
+    """Functions of a parameter that read neither its value nor its storage."""
+    found = {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
+    for name in _FIELDS.split():
+        field = getattr(Tensor, name, None)
+        for access in ("__get__", "__set__", "__delete__"):
+            if hasattr(field, access):
+                found.add(getattr(field, access))
+    for name in ("is_floating_point", "is_complex", "is_signed", "numel", "is_inference"):
+        found.add(getattr(torch, name))
+    found.add(torch._has_compatible_shallow_copy_type)
+    return frozenset(found)
+
+
+_METADATA = _metadata()
+_OWN_METHODS = {
+    getattr(Tensor, name): getattr(AwayTensor, name)
+    for name in (
+        *("numpy", "tolist", "__array__", "__dlpack__", "__format__", "is_shared"),
+        *("data_ptr", "untyped_storage", "storage", "share_memory_"),
+    )
+}
+_GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation."
+
+
+class AwayParameter(nn.Parameter):
+    """A user's parameter while its value is not in device memory. Made by `away` only.
+
+    `base` is the lazily read alias that stands in for it; all its views are views of that.
+    `shell` is its data: right in everything but that its storage has no bytes.
+    """
+
+    base: AwayTensor
+    shell: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _METADATA:
+            with _raw():
+                return func(*args, **kwargs)
+        if func == _GET_DATA:
+            return args[0].base.data
+        if func == _SET_DATA:
+            return _assign(args[0].base, args[1])
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
+        if func is torch.autograd.backward and kwargs.get("inputs") is not None:
+            kwargs["inputs"] = _edges(kwargs["inputs"])
+        # One alias for each mention, the last mention's first: then gradients of several uses
+        # arrive in the order in which eager adds them up.
+        mentioned = _found((args, kwargs), AwayParameter)
+        aliases = [parameter.stand_in() for parameter in reversed(mentioned)][::-1]
+        following = iter(aliases)
+        inner_args = _replaced(args, AwayParameter, lambda _: next(following))
+        inner_kwargs = _replaced(kwargs, AwayParameter, lambda _: next(following))
+        try:
+            result = _OWN_METHODS.get(func, func)(*inner_args, **inner_kwargs)
+        except RuntimeError as error:
+            if "created inside a custom Function" not in str(error):
+                raise
+            whole = str(error).startswith(("Output 0 of _Fetch ", "Output 0 of _FetchBackward "))
+            raise RuntimeError(("a " if whole else "a view of a ") + _IN_PLACE) from None
+        originals = dict(zip(map(id, aliases), mentioned, strict=True))
+        return _replaced(result, Tensor, lambda value: originals.get(id(value), value))
+
+    def stand_in(self) -> Tensor:
+        """A new alias of this parameter for one call, part of autograd if it is on."""
+        if self.requires_grad and torch.is_grad_enabled():
+            return cast(Tensor, _Fetch.apply(self))  # type: ignore[no-untyped-call]
+        return self.base.detach()
+
+    def _ordinary(self) -> nn.Parameter:
+        parameter = nn.Parameter(self.base.snapshot(), self.requires_grad)
+        parameter.__dict__.update(
+            {name: value for name, value in self.__dict__.items() if name not in ("base", "shell")}
+        )
+        return parameter
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.base.load(), self.requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        value = nn.Parameter(self.base.snapshot(), self.requires_grad)
+        return cast(nn.Parameter, memo.setdefault(id(self), value))
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self._ordinary().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
+
+
+def _edges(inputs: Any) -> Any:
+    return _replaced(inputs, AwayParameter, lambda leaf: GradientEdge(accumulator(leaf), 0))
+
+
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """torch.autograd.grad, which must find the parameters' own places in the graph."""
+    outputs = _replaced(outputs, AwayParameter, AwayParameter.stand_in)
+    if not kwargs.pop("materialize_grads", False):
+        return torch.autograd.grad(outputs, _edges(inputs), *args, **kwargs)
+    kwargs["allow_unused"] = True
+    found = torch.autograd.grad(outputs, _edges(inputs), *args, **kwargs)
+    leaves = (inputs,) if isinstance(inputs, Tensor) else inputs
+    return tuple(
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(found, leaves, strict=True)
+    )
+
+
+def away(parameter: nn.Parameter, home: Home, source: Source | None = None) -> AwayParameter:
+    """Make `parameter` one whose value is in `home`, which holds it already.
+
+    Object, shape, strides, dtype, device, requires_grad, hooks and grad stay; its memory goes
+    unless somebody else holds it. `source` is what `settle` returned, so that views taken
+    before follow the value again. ElixirError if its class is a Parameter subclass of the
+    user's own, which would lose its behaviour.
+    """
+    if type(parameter) is not nn.Parameter:
+        raise ElixirError(
+            f"{home.path} is a {type(parameter).__qualname__}; only plain nn.Parameter objects "
+            "can be stored away. Give compile(..., ignore=[...]) its path"
+        )
+    if source is None:
+        source = Source(home)
+    source.home, source.tensor = home, None
+    shell = _shell(parameter)
+    parameter.data = shell
+    parameter.__class__ = AwayParameter
+    moved = cast(AwayParameter, parameter)
+    moved.base, moved.shell = AwayTensor(source, owner=weakref.ref(moved)), shell
+    return moved
+
+
+def settle(parameter: nn.Parameter, value: Tensor) -> Source:
+    """Make an AwayParameter an ordinary one again whose data is `value`.
+
+    Views of it that somebody holds look at `value` from now on.
+    """
+    source = lend(parameter, value)
+    del parameter.__dict__["base"], parameter.__dict__["shell"]
+    return source
+
+
+def lend(parameter: nn.Parameter, value: Tensor) -> Source:
+    """Make an AwayParameter ordinary for a moment, with `value` as its data; see `recall`."""
+    moved = cast(AwayParameter, parameter)
+    source = moved.base.source
+    source.tensor = value.detach()
+    parameter.__class__ = nn.Parameter
+    parameter.data = value
+    return source
+
+
+def recall(parameter: nn.Parameter, changed: bool = True) -> None:
+    """Send a lent parameter away again. `changed` says that its home has a new value."""
+    moved = cast(AwayParameter, parameter)
+    moved.base.source.tensor = None
+    parameter.data = moved.shell
+    parameter.__class__ = AwayParameter
+    if changed:
+        increment_version(moved.base)
+
+
+def _shell(parameter: nn.Parameter) -> Tensor:
+    """A tensor like `parameter` whose storage, its own, has no bytes."""
+    tensor = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
+    )
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@contextmanager
+def plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let away parameters pass for plain nn.Parameter objects, as Dynamo's guards want them.
+
+    Nothing may read a value inside: the objects have no memory.
+    """
+    moved: list[nn.Parameter] = [
+        parameter for parameter in parameters if type(parameter) is AwayParameter
+    ]
+    for parameter in moved:
+        parameter.__class__ = nn.Parameter
+    try:
+        yield
+    finally:
+        for parameter in moved:
+            parameter.__class__ = AwayParameter
+
+
+class Accumulation(enum.Enum):
+    """What the running backward pass does with a parameter's gradient (law 11)."""
+
+    ACCUMULATE = "accumulate"  # into p.grad
+    CAPTURE = "capture"  # returned by autograd.grad
+    SKIP = "skip"
+
+
+def accumulator(parameter: nn.Parameter) -> Node:
+    """The node of the autograd graph that accumulates into `parameter`.
+
+    Never keep it: it holds the parameter from C++, where no garbage collector looks.
+    """
+    with _raw(), torch.enable_grad():
+        if not parameter.requires_grad:
+            raise RuntimeError("One of the differentiated Tensors does not require grad")
+        function = parameter.view_as(parameter).grad_fn  # reads nothing
+        assert function is not None
+        return cast(Node, function.next_functions[0][0])
+
+
+def accumulation(parameter: nn.Parameter) -> Accumulation:
+    """What the backward pass under way on this thread will do with `parameter`'s gradient.
+
+    RuntimeError outside a backward pass.
+    """
+    try:
+        runs = torch._C._will_engine_execute_node(accumulator(parameter))
+    except RuntimeError as error:
+        if "autograd.grad" not in str(error):
+            raise
+        return Accumulation.CAPTURE
+    return Accumulation.ACCUMULATE if runs else Accumulation.SKIP
+
+
+class _UnlessNone:
+    """A tensor hook of the user's that autograd's own call with no gradient passes by."""
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        self.hook = hook
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        return None if gradient is None else self.hook(gradient)
+
+
+class _UnlessUnchanged:
+    """A post-accumulate hook of the user's that is not told of a gradient that did not come.
+
+    `before` is what p.grad was when our backward function returned None, or None.
+    """
+
+    def __init__(self, hook: Callable[[Tensor], None]) -> None:
+        self.hook = hook
+        self.before: tuple[int, int] | None = None
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        before, self.before = self.before, None
+        if before is None or before != self.state(parameter):
+            self.hook(parameter)
+
+    @staticmethod
+    def state(parameter: nn.Parameter) -> tuple[int, int]:
+        gradient = parameter.grad
+        return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def run_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What the tensor hooks of `parameter` make of `gradient`, in autograd's order.
+
+    For a backward function that accumulates by itself and returns None to autograd. Autograd
+    calls the tensor hooks even so, with None; they are wrapped here so as not to notice. It
+    also calls the post-accumulate hooks, once per pass when every use of the parameter has
+    accumulated, which is right: nobody else may.
+    RuntimeError or TypeError, in autograd's words, for a hook that returns something else
+    than a tensor of the same shape and device.
+    """
+    for hook in _quiet_hooks(parameter):
+        changed = hook(gradient)
+        if changed is None:
+            continue
+        if not isinstance(changed, Tensor):
+            raise TypeError(f"expected Variable, but hook returned '{type(changed).__name__}'")
+        if changed.shape != gradient.shape or changed.device != gradient.device:
+            raise RuntimeError("hook has changed the size or device of value")
+        gradient = changed
+    return gradient
+
+
+def pass_by(parameter: nn.Parameter) -> None:
+    """Keep hooks quiet about a parameter that got no gradient in this pass.
+
+    For a backward function that returns None for it and accumulates nothing: in eager its
+    hooks would not run. They do if another use of the parameter brings a gradient.
+    """
+    _quiet_hooks(parameter)
+    hooks = parameter._post_accumulate_grad_hooks or {}
+    for key, hook in tuple(hooks.items()):
+        if not isinstance(hook, _UnlessUnchanged):
+            hooks[key] = hook = _UnlessUnchanged(hook)
+        hook.before = _UnlessUnchanged.state(parameter)
+
+
+def _quiet_hooks(parameter: nn.Parameter) -> list[_UnlessNone]:
+    hooks = parameter._backward_hooks or {}
+    for key, hook in tuple(hooks.items()):
+        if not isinstance(hook, _UnlessNone):
+            hooks[key] = _UnlessNone(hook)  # under its key: the user's handle still removes it
+    return list(hooks.values())
+
+
+def version(tensor: Tensor) -> int:
+    """How often `tensor` was written in place."""
+    return tensor._version

@@ -1,0 +1,321 @@
+"""How fast this machine computes, copies, reads and writes: the experiments of `measure`.
+
+Each takes well under a second and only the memory it is given. Compute is measured with as
+many threads as the step will use. The disk is measured as the disk tier uses it: blocks of
+8 MiB through direct I/O, on an unlinked file that is gone when the measurement is.
+"""
+
+import mmap
+import os
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from shutil import disk_usage
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from elixir_fx.errors import TierError
+from elixir_fx.machine import Link, Tier
+from elixir_fx.units import MIB, sizes
+
+FILE_BYTES = 256 * MIB
+BLOCK_BYTES = 8 * MIB  # of one read or write
+PAGE_BYTES = 4096
+EXPERIMENT_S = 0.25  # that one experiment runs, at most a block longer
+MATMUL_S = 0.01  # a product that takes this long is large enough
+
+
+def flops_per_s(device: torch.device, threads: int, memory_bytes: int) -> dict[str, float]:
+    """Floating-point operations per second of a square matrix product, by dtype."""
+    with compute_threads(threads):
+        return {
+            name: _matmul_flops_per_s(device, dtype, memory_bytes)
+            for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16))
+        }
+
+
+def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype, memory_bytes: int) -> float:
+    """Grows the product until it takes MATMUL_S, then takes the best of a few."""
+    size = 256
+    while True:
+        left, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        seconds = _best_s(partial(torch.matmul, left, left, out=out), device)
+        rate = 2 * size**3 / seconds
+        grown = 2 * (2 * size) ** 2 * dtype.itemsize
+        if seconds >= MATMUL_S or grown > memory_bytes:
+            return rate
+        size *= 2
+
+
+def stream_bytes_per_s(device: torch.device, threads: int, memory_bytes: int) -> float:
+    """Bytes per second that the device reads and writes in its own memory, both counted."""
+    numel = min(memory_bytes // 2, 128 * MIB) // 4
+    with compute_threads(threads):
+        source, target = (torch.ones(numel, device=device) for _ in range(2))
+        return 2 * 4 * numel / _best_s(lambda: target.copy_(source), device)
+
+
+def copy_links(device: torch.device, memory_bytes: int) -> list[Link]:
+    """Both directions between host and a CUDA device, through pinned memory."""
+    nbytes = min(memory_bytes // 4, 64 * MIB)
+    hosts = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    devices = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    cuda: Any = torch.cuda  # parts of it are untyped
+    streams = [cuda.Stream(device) for _ in range(2)]
+
+    def down(size: int = nbytes) -> None:
+        with torch.cuda.stream(streams[0]):
+            devices[0][:size].copy_(hosts[0][:size], non_blocking=True)
+
+    def up(size: int = nbytes) -> None:
+        with torch.cuda.stream(streams[1]):
+            hosts[1][:size].copy_(devices[1][:size], non_blocking=True)
+
+    def both() -> None:
+        down()
+        up()
+
+    shared = 2 * nbytes / _best_s(both, device)
+    return [
+        Link(
+            source=source,
+            target=target,
+            bytes_per_s=nbytes / _best_s(copy, device),
+            shared_bytes_per_s=shared,
+            latency_s=_best_s(partial(copy, PAGE_BYTES), device),
+        )
+        for source, target, copy in (
+            (Tier.HOST, Tier.DEVICE, down),
+            (Tier.DEVICE, Tier.HOST, up),
+        )
+    ]
+
+
+def _best_s(work: Callable[[], object], device: torch.device, seconds: float = 0.05) -> float:
+    """The shortest of at least five runs after a first one, for about `seconds`."""
+    best = float("inf")
+    work()
+    spent = 0.0
+    runs = 0
+    while runs < 5 or spent < seconds:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = perf_counter() - start
+        best, spent, runs = min(best, took), spent + took, runs + 1
+    return max(best, 1e-9)
+
+
+@contextmanager
+def compute_threads(threads: int) -> Iterator[None]:
+    """Compute on `threads` threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DiskRates:
+    """A disk, reading and writing alone and together, and what that costs a matrix product."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    both_bytes_per_s: float
+    latency_s: float
+    read_compute_share: float
+    write_compute_share: float
+
+
+def disk_rates(folder: Path, threads: int, memory_bytes: int) -> DiskRates:
+    """Measure the disk that holds `folder`. TierError if it cannot be written there."""
+    room = min(FILE_BYTES, disk_usage(folder).free // 4) // BLOCK_BYTES * BLOCK_BYTES
+    if room < 2 * BLOCK_BYTES or memory_bytes < 4 * MIB:
+        raise TierError(
+            f"{folder} has {sizes(disk_usage(folder).free)} free: too little for a disk tier"
+            if room < 2 * BLOCK_BYTES
+            else f"{sizes(memory_bytes)} are too little memory to measure the disk of {folder}"
+        )
+    block_bytes = min(BLOCK_BYTES, memory_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
+    try:
+        with _ScratchFile(folder, block_bytes) as file:
+            write = file.stream(_Range(0, room), writes=True)  # writes what is read below
+            extent = file.written
+            read = file.stream(_Range(0, extent), writes=False)
+            half = max(block_bytes, extent // 2 // block_bytes * block_bytes)
+            both = file.both(_Range(0, half), _Range(min(half, extent - block_bytes), extent))
+            latency_s = file.latency_s()
+            shares = [
+                file.compute_share(_Range(0, extent), threads, memory_bytes, writes=writes)
+                for writes in (False, True)
+            ]
+    except OSError as error:
+        raise TierError(f"cannot measure the disk of {folder}: {error}") from error
+    return DiskRates(
+        read_bytes_per_s=read,
+        write_bytes_per_s=write,
+        both_bytes_per_s=both,
+        latency_s=latency_s,
+        read_compute_share=shares[0],
+        write_compute_share=shares[1],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    start: int
+    end: int
+
+
+class _ScratchFile:
+    """An unlinked file with direct I/O where the file system has it, and two aligned buffers."""
+
+    def __init__(self, folder: Path, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.written = 0
+        descriptor, path = tempfile.mkstemp(prefix="elixir-measure-", dir=folder)
+        self.direct = True
+        try:
+            try:
+                self.descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
+            except OSError:  # tmpfs and some network file systems
+                self.descriptor = os.open(path, os.O_RDWR)
+                self.direct = False
+        finally:
+            os.close(descriptor)
+            os.unlink(path)
+        # Anonymous shared mappings: aligned, and safe for direct I/O if somebody forks.
+        self.maps = [mmap.mmap(-1, block_bytes) for _ in range(2)]
+        for buffer in self.maps:
+            buffer.write(os.urandom(PAGE_BYTES) * (block_bytes // PAGE_BYTES))
+
+    def __enter__(self) -> "_ScratchFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def stream(
+        self, extent: _Range, *, writes: bool, stop: threading.Event | None = None, buffer: int = 0
+    ) -> float:
+        """Bytes per second over `extent`, for EXPERIMENT_S; without `stop` at most one pass,
+        with it round and round until it is set."""
+        moved = 0
+        offset = extent.start
+        start = perf_counter()
+        while True:
+            memory = [self.maps[buffer]]
+            if writes:
+                count = os.pwritev(self.descriptor, memory, offset)
+                self.written = max(self.written, offset + count)
+            else:
+                count = os.preadv(self.descriptor, memory, offset)
+            if not count:
+                raise OSError(f"no bytes at offset {offset} of the measured file")
+            moved += count
+            # A short count (a file system's own limit) must not leave later offsets crooked.
+            offset += count // PAGE_BYTES * PAGE_BYTES or self.block_bytes
+            if stop is None and perf_counter() - start >= EXPERIMENT_S:
+                break
+            if stop is not None and stop.is_set():
+                break
+            if offset + self.block_bytes > extent.end:
+                if stop is None:
+                    break
+                offset = extent.start
+        self._leave_cache(writes)
+        return moved / (perf_counter() - start)
+
+    def _leave_cache(self, writes: bool) -> None:
+        if self.direct:
+            return
+        if writes:
+            os.fdatasync(self.descriptor)
+        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def both(self, reads: _Range, writes: _Range) -> float:
+        """Bytes per second of a reader and a writer together."""
+        stop = threading.Event()
+        with self._streaming(reads, stop, writes=False) as reader:
+            rate = self._until(stop, writes)
+        return rate + reader[0]
+
+    def _until(self, stop: threading.Event, extent: _Range) -> float:
+        timer = threading.Timer(EXPERIMENT_S, stop.set)
+        timer.start()
+        try:
+            return self.stream(extent, writes=True, stop=stop, buffer=1)
+        finally:
+            timer.cancel()
+            timer.join()
+
+    def latency_s(self) -> float:
+        """Seconds of the smallest read."""
+        page = [memoryview(self.maps[0])[:PAGE_BYTES]]
+        runs = []
+        for index in range(16):
+            offset = index * 37 * PAGE_BYTES % (self.written - PAGE_BYTES)
+            start = perf_counter()
+            os.preadv(self.descriptor, page, offset // PAGE_BYTES * PAGE_BYTES)
+            runs.append(perf_counter() - start)
+        return statistics.median(runs)
+
+    def compute_share(
+        self, extent: _Range, threads: int, memory_bytes: int, *, writes: bool
+    ) -> float:
+        """The part of a matrix product's speed that is lost while the disk streams."""
+        size = 512 if memory_bytes >= 16 * MIB else 256
+        left, out = torch.ones(size, size), torch.empty(size, size)
+
+        def products() -> int:
+            count = 0
+            start = perf_counter()
+            while perf_counter() - start < EXPERIMENT_S:
+                torch.matmul(left, left, out=out)
+                count += 1
+            return count
+
+        stop = threading.Event()
+        with compute_threads(threads):
+            products()
+            alone = products()
+            with self._streaming(extent, stop, writes=writes):
+                beside = products()
+                stop.set()
+        return min(0.95, max(0.0, 1 - beside / alone))
+
+    @contextmanager
+    def _streaming(
+        self, extent: _Range, stop: threading.Event, *, writes: bool
+    ) -> Iterator[list[float]]:
+        """A thread that streams until `stop`; the list then holds its rate."""
+        rates: list[float] = []
+        errors: list[OSError] = []
+
+        def run() -> None:
+            try:
+                rates.append(self.stream(extent, writes=writes, stop=stop))
+            except OSError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="elixir-measure")
+        thread.start()
+        try:
+            yield rates
+        finally:
+            stop.set()
+            thread.join()
+        if errors:
+            raise errors[0]

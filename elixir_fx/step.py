@@ -1,0 +1,286 @@
+"""One captured training step: the joint graph, who its inputs are, what was done to it.
+
+`StepGraph` is what every pass takes. Its nodes stand in order of execution: placeholders,
+forward, then backward. Analyses write `facts`, transforms follow `schedule`, the runner
+writes `history`.
+"""
+
+import hashlib
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from elixir_fx.facts import Cost, Facts, Moves, OptimizerFacts, Parameter, Role, Storage
+from elixir_fx.plan import Chunk, Gather, Layout, Schedule
+
+NOTE = "elixir"  # node.meta key of our notes; print_readable(additional_meta=["elixir"])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input:
+    """What one forward placeholder is: a parameter, a buffer or an input of the user's."""
+
+    node: str
+    role: Role
+    path: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """What one pass did: seconds, and nodes added and removed by operator."""
+
+    name: str
+    seconds: float
+    added: Mapping[str, int]
+    removed: Mapping[str, int]
+
+
+@dataclass(kw_only=True, eq=False)
+class StepGraph:
+    """The joint graph of one training step, or the forward alone where nothing trains.
+
+    `forward_outputs` counts how many of the joint outputs belong to the forward; the rest
+    are gradients, one for each forward placeholder (None where there is none). `faking` is
+    the context in which tensors are made without memory.
+    """
+
+    module: fx.GraphModule
+    faking: Callable[[], AbstractContextManager[object]]
+    forward_outputs: int
+    inputs: tuple[Input, ...]
+    trains: bool
+    optimizer: OptimizerFacts | None = None
+    pinned: Mapping[str, str] = field(default_factory=dict)
+    # filled by the analysis passes
+    storages: tuple[Storage, ...] = ()
+    parameters: tuple[Parameter, ...] = ()
+    costs: tuple[Cost, ...] = ()
+    moves: tuple[Moves, ...] = ()
+    missing: tuple[str, ...] = ()
+    # decided by the planner
+    layout: Layout | None = None
+    schedule: Schedule | None = None
+    history: list[Record] = field(default_factory=list)
+
+    def call(
+        self, target: Callable[..., object], args: tuple[object, ...], fake: Callable[[], object]
+    ) -> fx.Node:
+        """A new call node at the graph's insertion point; `fake` makes its fake value."""
+        node = self.module.graph.call_function(target, args)  # type: ignore[arg-type]
+        with self.faking():
+            node.meta["val"] = fake()
+        return node
+
+    @property
+    def nodes(self) -> list[fx.Node]:
+        return list(self.module.graph.nodes)
+
+    @property
+    def output(self) -> fx.Node:
+        return next(reversed(self.module.graph.nodes))
+
+    @cached_property
+    def paths(self) -> Mapping[str, Input]:
+        """Inputs by the name of their placeholder."""
+        return {item.node: item for item in self.inputs}
+
+    @cached_property
+    def parameter_names(self) -> frozenset[str]:
+        """Names of the placeholders that are parameters."""
+        return frozenset(item.node for item in self.inputs if item.role is Role.PARAMETER)
+
+    @property
+    def parameter_nodes(self) -> dict[str, fx.Node]:
+        """Placeholders of parameters, by path."""
+        return {
+            self.paths[node.name].path: node
+            for node in self.module.graph.nodes
+            if node.op == "placeholder" and node.name in self.parameter_names
+        }
+
+    @property
+    def gradients(self) -> dict[str, fx.Node]:
+        """Nodes that hold the gradients of parameters, by path."""
+        _, backward_outputs = self.results()
+        found = {}
+        for item, node in zip(self.inputs, backward_outputs, strict=False):
+            if item.role is Role.PARAMETER and isinstance(node, fx.Node):
+                found[item.path] = node
+        return found
+
+    def results(self) -> tuple[Sequence[fx.Node | None], Sequence[fx.Node | None]]:
+        """The outputs of the forward, and those of the backward."""
+        outputs = self.output.args[0]
+        assert isinstance(outputs, (list, tuple))
+        return outputs[: self.forward_outputs], outputs[self.forward_outputs :]  # type: ignore[return-value]
+
+    def chunk(self, index: int) -> Chunk:
+        assert self.layout is not None
+        return self.layout.chunks[index]
+
+    def facts(self) -> Facts:
+        """What is known, as plain data for the planner."""
+        nodes = self.nodes
+        return Facts(
+            key=self.key,
+            nodes=tuple(node.name for node in nodes),
+            backward=self.backward_position,
+            costs=self.costs,
+            storages=self.storages,
+            parameters=self.parameters,
+            moves=self.moves,
+            buffer_bytes=sum(s.nbytes for s in self.storages if s.role is Role.BUFFER),
+            optimizer=self.optimizer,
+            missing=self.missing,
+        )
+
+    @property
+    def backward_position(self) -> int:
+        """Position of the first backward node; the number of nodes if nothing trains."""
+        nodes = self.nodes
+        if not self.trains:
+            return len(nodes)
+        return next(i for i, node in enumerate(nodes) if is_backward(node))
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of operators, shapes, dtypes and parameter paths: equal steps, equal keys."""
+        digest = hashlib.sha256()
+        for node in self.module.graph.nodes:
+            path = self.paths[node.name].path if node.name in self.paths else ""
+            text = f"{node.name}|{node.target}|{node.args}|{node.kwargs}|{path}|{describe(node)}\n"
+            digest.update(text.encode())
+        return digest.hexdigest()[:16]
+
+
+PHASE = "elixir_phase"  # node.meta key: "forward" or "backward"
+STAY = "elixir_stay"  # node.meta key: the planned Gather that a node of ours carries out
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether the node runs in the backward. New nodes inherit it through `mark`."""
+    return node.meta.get(PHASE) == "backward"
+
+
+def mark(
+    node: fx.Node,
+    *,
+    backward: bool,
+    note: str | None = None,
+    stay: Gather | None = None,
+) -> fx.Node:
+    """Give a node its phase and, if it is one of ours, the note printed above it and the
+    stay in the gather cache that it belongs to."""
+    node.meta[PHASE] = "backward" if backward else "forward"
+    if note is not None:
+        node.meta[NOTE] = note
+    if stay is not None:
+        node.meta[STAY] = stay
+    return node
+
+
+def stay_of(node: fx.Node) -> Gather:
+    """The planned stay that a gather, prefetch or release node belongs to."""
+    stay = node.meta[STAY]
+    assert isinstance(stay, Gather)
+    return stay
+
+
+def value(node: fx.Node) -> object:
+    """The fake value of a node: what it would return, without memory behind it."""
+    return node.meta.get("val")
+
+
+def tensor(node: fx.Node) -> Tensor:
+    """The fake tensor of a node that has exactly one."""
+    fake = value(node)
+    assert isinstance(fake, Tensor), node
+    return fake
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's "file:line" that a node came from, or an empty string."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    if not lines:
+        return ""
+    parts = lines[-1].split('"')
+    number = lines[-1].split("line ")[-1].split(",")[0]
+    return f"{parts[1].rsplit('/', 1)[-1]}:{number}"
+
+
+def describe(node: fx.Node) -> str:
+    """A node's fake value in short: f32[16, 8], or a tuple of such."""
+    return _describe(value(node))
+
+
+_SHORT = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def _describe(fake: object) -> str:
+    if isinstance(fake, Tensor):
+        dtype = _SHORT.get(fake.dtype, str(fake.dtype).removeprefix("torch."))
+        return f"{dtype}{list(fake.shape)}@{list(fake.stride())}"
+    if isinstance(fake, (list, tuple)):
+        return f"({', '.join(_describe(item) for item in fake)})"
+    return repr(fake)
+
+
+# Operators whose result lies in their input's memory though their schema does not say so.
+_SILENT_VIEWS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias"})
+
+
+def is_item(node: fx.Node) -> bool:
+    """Whether the node picks one result of an operator that returns several."""
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's qualified name ("aten::mm"), or an empty string for anything else."""
+    return node.target.name().split(".")[0] if hasattr(node.target, "is_view") else ""
+
+
+def viewed_input(node: fx.Node) -> fx.Node | None:
+    """The argument that a node's result is a view of, or None if it allocates.
+
+    Reading an element of a list of views (split, unbind) is a view of the list's input.
+    """
+    if is_item(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        return viewed_input(source)
+    if getattr(node.target, "is_view", False) or operator_name(node) in _SILENT_VIEWS:
+        return node.all_input_nodes[0]
+    return None
+
+
+def memory_root(node: fx.Node) -> fx.Node:
+    """The node that allocated what `node` looks at: a placeholder, a result, or one element
+    of a multiple result (then the getitem node)."""
+    current = node
+    while (source := viewed_input(current)) is not None:
+        current = source
+    return current
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Every node that reads `node`'s memory, directly or through views."""
+    for user in node.users:
+        yield user
+        if viewed_input(user) is not None and memory_root(user) is memory_root(node):
+            yield from readers(user)

@@ -1,0 +1,96 @@
+"""Compute cost: seconds of every node on the compute device.
+
+Analysis; after lifetime. Times come from the machine's table of measured operators, keyed by
+operator, shapes, strides and dtypes. An operator that nobody measured yet is listed in
+`step.missing` and costed by the roofline: the larger of FLOPs / peak and bytes / bandwidth
+(Williams et al., 2009).
+"""
+
+import math
+
+from elixir_fx.facts import Cost
+from elixir_fx.machine import Machine
+from elixir_fx.step import StepGraph, describe, is_item, operator_name, value, viewed_input
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+LAUNCH_S = 2e-6  # of one operator call from generated Python code
+
+
+def compute_cost(step: StepGraph, machine: Machine) -> None:
+    """Fill `step.costs` and `step.missing`."""
+    costs, missing = [], {}
+    for node in step.nodes:
+        if is_free(node):
+            costs.append(Cost(node=node.name, seconds=0.0, flops=0, bytes=0, source="free"))
+            continue
+        key = operator_key(node)
+        flops, moved = _flops(node), _bytes(node)
+        seconds = machine.operators.get(key)
+        if seconds is None:
+            missing[key] = node
+            peak = machine.flops(_dtype(node))
+            roofline = max(flops / peak, moved / machine.stream_bytes_per_s)
+            seconds, source = LAUNCH_S + roofline, "roofline"
+        else:
+            source = "measured"
+        costs.append(
+            Cost(node=node.name, seconds=seconds, flops=flops, bytes=moved, source=source)
+        )
+    step.costs = tuple(costs)
+    step.missing = tuple(missing)
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether the node does no work on the device: inputs, outputs, views, picks."""
+    return node.op != "call_function" or is_item(node) or viewed_input(node) is not None
+
+
+def operator_key(node: fx.Node) -> str:
+    """What a measured time depends on: operator, arguments' shapes, strides, dtypes, values."""
+    arguments = [_argument(argument) for argument in node.args]
+    named = [f"{name}={_argument(argument)}" for name, argument in node.kwargs.items()]
+    return f"{node.target}({', '.join(arguments + named)})"
+
+
+def _argument(argument: object) -> str:
+    if isinstance(argument, fx.Node):
+        return describe(argument)
+    if isinstance(argument, (list, tuple)):
+        return f"[{', '.join(_argument(item) for item in argument)}]"
+    return repr(argument)
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    found: list[Tensor] = []
+    for fake in [value(node), *(value(source) for source in node.all_input_nodes)]:
+        items = fake if isinstance(fake, (list, tuple)) else [fake]
+        found += [item for item in items if isinstance(item, Tensor)]
+    return found
+
+
+def _dtype(node: fx.Node) -> str:
+    tensors = _tensors(node)
+    return str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
+
+
+def _bytes(node: fx.Node) -> int:
+    return sum(item.numel() * item.element_size() for item in _tensors(node))
+
+
+def _flops(node: fx.Node) -> int:
+    """FLOPs by torch's own formulas; CPU attention, which torch counts as 0, by hand."""
+    name = operator_name(node)
+    if "scaled_dot_product" in name:
+        query, key = (value(source) for source in node.all_input_nodes[:2])
+        if name.endswith("_backward") or "_backward" in name:
+            query, key = (value(source) for source in node.all_input_nodes[1:3])
+        assert isinstance(query, Tensor) and isinstance(key, Tensor)
+        products = math.prod(query.shape) * key.shape[-2]
+        return products * (10 if "_backward" in name else 4)
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in flop_registry:
+        return 0
+    arguments = [value(a) if isinstance(a, fx.Node) else a for a in node.args]
+    keywords = {k: value(a) if isinstance(a, fx.Node) else a for k, a in node.kwargs.items()}
+    return int(flop_registry[packet](*arguments, **keywords, out_val=value(node)))

@@ -1,0 +1,75 @@
+"""Gather: parameters that live elsewhere are read from their gathered chunk.
+
+Stands after split_views, so that forward and backward each have readers of their own.
+
+Before    t = aten.t(w); y = aten.mm(x, t)
+After     chunk_6 = elixir.gather(6); w_6 = aten.as_strided(chunk_6, shape, strides, offset)
+          t = aten.t(w_6); y = aten.mm(x, t)
+Law       every read of an away parameter reads a gather of its own phase (laws 1, 2)
+"""
+
+import torch
+from elixir_fx import ops
+from elixir_fx.errors import PlanError
+from elixir_fx.plan import Chunk, Gather, Plan, Slice
+from elixir_fx.step import StepGraph, is_backward, mark, tensor
+from elixir_fx.units import sizes
+from torch import fx
+
+
+def gather(step: StepGraph, plan: Plan) -> None:
+    """Insert the gathers of the schedule and point the readers of their parameters there."""
+    assert step.schedule is not None
+    for stay in step.schedule.gathers:
+        _gather(step, step.chunk(stay.chunk), stay)
+
+
+def _gather(step: StepGraph, chunk: Chunk, stay: Gather) -> None:
+    position = {node: index for index, node in enumerate(step.nodes)}
+    parameters = step.parameter_nodes
+    reads: list[tuple[Slice, fx.Node, list[fx.Node]]] = []
+    for piece in chunk.slices:
+        if piece.path in parameters:
+            node = parameters[piece.path]
+            users = [u for u in node.users if u.op != "output" and is_backward(u) == stay.backward]
+            if users:
+                reads.append((piece, node, users))
+    if not reads:
+        raise PlanError(
+            f"the plan gathers chunk {chunk.id} ({chunk.title}) where no node reads it; "
+            "it was made for another model"
+        )
+    first = min((user for _, _, users in reads for user in users), key=position.__getitem__)
+    graph = step.module.graph
+    with graph.inserting_before(first):
+        gathered = _call(step, chunk, stay, tensor(reads[0][1]).device)
+        for piece, node, users in reads:
+            view = _slice_view(step, gathered, piece)
+            mark(view, backward=stay.backward)
+            for user in users:
+                user.replace_input_with(node, view)
+
+
+def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> fx.Node:
+    dtype = getattr(torch, chunk.dtype)
+    node = step.call(
+        ops.GATHER,
+        (chunk.id, chunk.numel, dtype, device),
+        lambda: torch.empty(chunk.numel, dtype=dtype, device=device),
+    )
+    kept = ", kept from the forward" if stay.kept else ""
+    note = (
+        f"gather chunk {chunk.id} ({chunk.title}, {sizes(chunk.nbytes)}) from "
+        f"{chunk.homes.parameters} into the block at {sizes(stay.offset)}{kept}"
+    )
+    return mark(node, backward=stay.backward, note=note, stay=stay)
+
+
+def _slice_view(step: StepGraph, gathered: fx.Node, piece: Slice) -> fx.Node:
+    geometry = (list(piece.shape), list(piece.strides), piece.offset)
+    flat = tensor(gathered)
+    return step.call(
+        torch.ops.aten.as_strided.default,
+        (gathered, *geometry),
+        lambda: torch.as_strided(flat, *geometry),
+    )

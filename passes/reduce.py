@@ -1,0 +1,77 @@
+"""Reduce: a chunk's gradients go home together, as soon as the last of them is complete.
+
+Stands after release, so that the gathered weights are gone before gradients are added up.
+
+Before    g = aten.mm(dt, x); ...; return [..., g]
+After     g = aten.mm(dt, x); reduce_6 = elixir.reduce(6, [0, ...], [g, ...]); ...; return [..., reduce_6[0]]
+Law       every gradient of the chunk passes its reduce exactly once; what autograd gets is
+          the reduce's answer: nothing, unless it asked for that gradient itself (law 11)
+"""
+
+import operator
+
+import torch
+from elixir_fx import ops
+from elixir_fx.errors import PlanError
+from elixir_fx.plan import Chunk, Plan
+from elixir_fx.step import StepGraph, mark, tensor
+from elixir_fx.units import sizes
+from torch import fx
+
+
+def reduce(step: StepGraph, plan: Plan) -> None:
+    """Insert the reduces of the schedule and hand their answers to the joint outputs."""
+    assert step.schedule is not None
+    for entry in step.schedule.reduces:
+        _reduce(step, step.chunk(entry.chunk))
+
+
+def _reduce(step: StepGraph, chunk: Chunk) -> None:
+    position = {node: index for index, node in enumerate(step.nodes)}
+    found = step.gradients
+    slices = [i for i, piece in enumerate(chunk.slices) if piece.path in found]
+    paths = [chunk.slices[i].path for i in slices]
+    if not paths:
+        raise PlanError(
+            f"the plan reduces chunk {chunk.id} ({chunk.title}), which has no gradient here; "
+            "it was made for another model"
+        )
+    gradients = [found[path] for path in paths]
+    last = max(gradients, key=position.__getitem__)
+    graph = step.module.graph
+    fakes = [tensor(node) for node in gradients]
+    anchor = _after_operator(last)
+    with graph.inserting_after(anchor):
+        node = step.call(
+            ops.REDUCE,
+            (chunk.id, slices, gradients),
+            lambda: [torch.empty_like(fake) for fake in fakes],
+        )
+    note = (
+        f"reduce chunk {chunk.id} ({chunk.title}, {sizes(chunk.nbytes)}) to "
+        f"{chunk.homes.gradients} after {last.name}"
+    )
+    mark(node, backward=True, note=note)
+    answers = {}
+    with graph.inserting_after(node):
+        for index, path in reversed(list(enumerate(paths))):
+            fake = fakes[index]
+            item = step.call(operator.getitem, (node, index), lambda fake=fake: fake)  # type: ignore[misc]
+            answers[path] = mark(item, backward=True)
+    _return_answers(step, answers)
+
+
+def _after_operator(node: fx.Node) -> fx.Node:
+    """Where to insert: placeholders (a tangent can be a gradient) must stay in front."""
+    while node.next.op == "placeholder":
+        node = node.next
+    return node
+
+
+def _return_answers(step: StepGraph, answers: dict[str, fx.Node]) -> None:
+    output = step.output
+    results = list(output.args[0])  # type: ignore[arg-type]
+    for index, item in enumerate(step.inputs):
+        if item.path in answers and item.node in step.parameter_names:
+            results[step.forward_outputs + index] = answers[item.path]
+    output.args = (tuple(results),)

@@ -1,0 +1,211 @@
+"""Train a model plainly and through elixir_fx, and compare the two runs bit for bit.
+
+    plain = train(copy.deepcopy(model), adamw, batches)
+    ours = train(model, adamw, batches, compile={"memory": "1MiB", "disk": tmp_path})
+    assert_equal_runs(plain, ours)
+
+or both in one with `compare`. A model may return a tensor or any nest of tensors; `loss_of`
+makes one loss of it.
+"""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import elixir_fx
+from elixir_fx.errors import PlanError
+from elixir_fx.plan import Plan
+from elixir_fx.units import GIB, parse_size
+
+Batch = tuple[Any, ...] | dict[str, Any]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def sgd_momentum(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, weight_decay=1e-3)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What training left behind, all ordinary tensors that alias nothing live.
+
+    `grads` are those of the last step, before the optimizer; None where there was none.
+    `states` are the optimizer's, by the parameter's index and the state's name.
+    `stats` and `plan` are None in a plain run.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)
+    stats: dict[str, float] | None = None
+    plan: Plan | None = None
+
+
+def leaves(value: Any) -> Iterator[Tensor]:
+    """The tensors of a nest of tuples, lists, dicts and dataclasses, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from leaves(getattr(value, entry.name))
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from leaves(entry)
+    elif isinstance(value, tuple | list):
+        for entry in value:
+            yield from leaves(entry)
+
+
+def loss_of(output: Any) -> Tensor:
+    """The output's own `loss` if it has one, else a scalar of all its differentiable tensors."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    if dataclasses.is_dataclass(output) and hasattr(output, "loss"):
+        return output.loss
+    parts = [leaf for leaf in leaves(output) if leaf.is_floating_point() and leaf.requires_grad]
+    if len(parts) == 1 and parts[0].ndim == 0:
+        return parts[0]
+    return torch.stack([part.float().square().mean() for part in parts]).sum()
+
+
+def call(model: nn.Module, batch: Batch) -> Any:
+    return model(**batch) if isinstance(batch, dict) else model(*batch)
+
+
+def train(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Batch],
+    *,
+    accumulate: int = 1,
+    seed: int = 0,
+    compile: Mapping[str, Any] | None = None,
+) -> Run:
+    """One optimizer step for each `accumulate` batches; with `compile`, through elixir_fx.
+
+    The model and its weights are changed in place. `seed` is set before every step, so that
+    dropout draws the same numbers on both sides however the library spends random numbers
+    while it plans.
+    """
+    optimizer = make_optimizer(list(model.parameters()))
+    net: Any = model
+    if compile is not None:
+        net = elixir_fx.compile(model, optimizer=optimizer, kernels="eager", **compile)
+    run = Run()
+    steps = [batches[at : at + accumulate] for at in range(0, len(batches), accumulate)]
+    for number, micro_batches in enumerate(steps):
+        torch.manual_seed(seed + number)
+        for batch in micro_batches:
+            loss = loss_of(call(net, batch)) / len(micro_batches)
+            loss.backward()
+            run.losses.append(loss.detach().clone())
+        if number == len(steps) - 1:
+            run.grads = {
+                name: None if p.grad is None else p.grad.detach().clone()
+                for name, p in net.named_parameters()
+            }
+        optimizer.step()
+        optimizer.zero_grad()
+    run.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    for index, states in optimizer.state_dict()["state"].items():
+        for name, value in states.items():
+            run.states[f"{index}.{name}"] = torch.as_tensor(value).detach().clone()
+    if compile is not None:
+        run.stats, run.plan = dict(net.stats()), net.plan
+    return run
+
+
+def compare(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    batches: Sequence[Batch],
+    *,
+    accumulate: int = 1,
+    compile: Mapping[str, Any],
+) -> Run:
+    """Train a deep copy plainly and `model` through elixir_fx; assert equality; our run."""
+    plain = train(copy.deepcopy(model), make_optimizer, batches, accumulate=accumulate)
+    ours = train(model, make_optimizer, batches, accumulate=accumulate, compile=compile)
+    assert_equal_runs(plain, ours)
+    return ours
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal dtype, shape and every bit; any NaN equals any other NaN, 0.0 is not -0.0."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    nan = a.isnan()
+    same_signs = torch.equal(a.signbit() & ~nan, b.signbit() & ~nan)
+    return (
+        torch.equal(nan, b.isnan())
+        and same_signs
+        and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
+    )
+
+
+def difference(a: Tensor | None, b: Tensor | None) -> str | None:
+    """None if equal bit for bit, else what differs, in words."""
+    if a is None and b is None:
+        return None
+    if a is None or b is None:
+        return "plain has none, ours has one" if a is None else "plain has one, ours has none"
+    if same_bits(a, b):
+        return None
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return f"plain is {a.dtype}{list(a.shape)}, ours {b.dtype}{list(b.shape)}"
+    wrong = ~torch.isclose(a.double(), b.double(), rtol=0, atol=0, equal_nan=True)
+    largest = (a.double() - b.double()).abs().nan_to_num(torch.inf).max().item()
+    where = wrong.nonzero()[0].tolist() if wrong.any() else "a sign of zero"
+    return (
+        f"{int(wrong.sum())} of {a.numel()} elements differ, by at most {largest:.3g}; "
+        f"first at {where}"
+    )
+
+
+def assert_equal_runs(plain: Run, ours: Run) -> None:
+    """AssertionError that lists what differs: losses first, then gradients, weights, states."""
+    problems = []
+    if len(plain.losses) != len(ours.losses):
+        problems.append(f"{len(plain.losses)} losses against {len(ours.losses)}")
+    for index, (a, b) in enumerate(zip(plain.losses, ours.losses, strict=False)):
+        if difference(a, b) is not None:
+            problems.append(f"loss {index}: plain {a.item()!r}, ours {b.item()!r}")
+    for what in ("grads", "weights", "states"):
+        left, right = getattr(plain, what), getattr(ours, what)
+        for name in sorted(left.keys() ^ right.keys()):
+            problems.append(f"{what}: {name} only in {'plain' if name in left else 'ours'}")
+        for name in left.keys() & right.keys():
+            if (words := difference(left[name], right[name])) is not None:
+                problems.append(f"{what}: {name}: {words}")
+    assert not problems, f"{len(problems)} differences\n" + "\n".join(problems[:20])
+
+
+def smallest_memory(model: nn.Module, batch: Batch, **options: Any) -> int:
+    """The smallest device budget, in bytes, that some plan meets: what PlanError says is."""
+    try:
+        elixir_fx.plan(model, batch, memory=1, **options)
+    except PlanError as error:
+        match = re.search(r"memory=['\"]?([\d.]+ ?[KMGTi]*B?)", str(error))
+        assert match, f"the error names no smallest budget: {error}"
+        return parse_size(match[1])
+    raise AssertionError("a budget of one byte was accepted")
+
+
+def budget(model: nn.Module, batch: Batch, share: float, **options: Any) -> int:
+    """A device budget between the smallest that works (share 0) and all that is needed (1)."""
+    smallest = smallest_memory(model, batch, **options)
+    everything = elixir_fx.plan(model, batch, memory=64 * GIB, **options)
+    return smallest + int(share * max(0, everything.forecast.peak_device_bytes - smallest))

@@ -1,0 +1,62 @@
+"""The made-up machine and the memory limit that other tests lean on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from elixir_fx.errors import PlanError
+from elixir_fx.machine import Machine, Tier
+from elixir_fx.testing import MemoryGroupError, emulated, memory_group
+
+MIB = 1 << 20
+
+
+def test_emulated_is_a_machine_with_links_both_ways(tmp_path):
+    machine = emulated(device_memory=1, host_memory=2, disk_memory=3, bytes_per_s=10.0)
+    assert machine.emulated and not machine.unified
+    assert machine.memory == {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 3}
+    for source in Tier:
+        for target in Tier:
+            if source != target:
+                assert machine.link(source, target).bytes_per_s > 0
+    assert machine.link(Tier.HOST, Tier.DEVICE).shared_bytes_per_s == 20.0
+    machine.save(tmp_path / "machine.json")
+    assert (
+        Machine.load(tmp_path / "machine.json")
+        == machine
+        == emulated(device_memory=1, host_memory=2, disk_memory=3, bytes_per_s=10.0)
+    )
+
+
+def test_without_a_disk_there_is_no_link_to_one():
+    with pytest.raises(PlanError, match="no link from disk"):
+        emulated(device_memory=1, host_memory=2).link(Tier.DISK, Tier.HOST)
+
+
+def test_a_memory_group_measures_and_limits_a_child():
+    program = "import sys; sys.stdin.readline(); data = bytes(b'x' * int(sys.argv[1])); print('ok')"
+
+    def run(nbytes: int) -> tuple[str, int]:
+        child = subprocess.Popen(
+            [sys.executable, "-c", program, str(nbytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            with memory_group(64 * MIB, child.pid) as group:
+                output, _ = child.communicate("go\n")
+                peak_bytes = group.peak_bytes
+        finally:
+            child.kill()
+            child.communicate()
+        assert not group.folder.exists()
+        return output, peak_bytes
+
+    try:
+        output, peak_bytes = run(16 * MIB)
+    except MemoryGroupError as reason:
+        pytest.skip(str(reason))
+    assert output == "ok\n" and 16 * MIB <= peak_bytes <= 64 * MIB
+    assert run(256 * MIB)[0] == ""  # killed
