@@ -90,7 +90,7 @@ class Capture:
                 return self.call(self.model, *args, **kwargs)
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ElixirError):
-                raise error.inner_exception from None
+                raise error.inner_exception.with_traceback(None) from None
             raise CaptureError(
                 f"{type(self.model).__name__}: lowering failed: {error}"
             ) from error

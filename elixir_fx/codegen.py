@@ -9,6 +9,7 @@ that activations die when they are used.
 Uses underscored torch names; tried on torch 2.11 and 2.13.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -101,12 +102,12 @@ def _half(
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        placeholder = graph.placeholder(node.name)
-        placeholder.meta = dict(node.meta)
-        placeholder.meta[SAVED] = memory_root(node).op != "placeholder"
-        known[node] = placeholder
+        known[node] = _placeholder(step, graph, node)
     for node in body:
-        known[node] = graph.node_copy(node, known.__getitem__)
+        if node.op == "placeholder":
+            known[node] = _placeholder(step, graph, node)
+        else:
+            known[node] = graph.node_copy(node, known.__getitem__)
     result = graph.output(tuple(known[node] if node is not None else None for node in outputs))
     result.meta = dict(step.output.meta)
     if descriptions is not None:
@@ -116,6 +117,17 @@ def _half(
         result.meta.pop("desc", None)
     module = fx.GraphModule(step.module, graph)
     return module
+
+
+def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """A placeholder named as a reader knows it: by the path of its parameter or buffer."""
+    known = step.paths.get(node.name)
+    path = known.path if known is not None else ""
+    name = "".join(letter if letter.isalnum() else "_" for letter in path)
+    placeholder = graph.placeholder(name if name.isidentifier() else node.name)
+    placeholder.meta = dict(node.meta)
+    placeholder.meta[SAVED] = memory_root(node).op != "placeholder"
+    return placeholder
 
 
 def is_activation(placeholder: fx.Node) -> bool:
@@ -139,8 +151,9 @@ def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
     if owner is not None and not owner.users:
         graph.erase_node(owner)
     graph.set_codegen(BoxedCode())
-    module = fx.GraphModule(half, graph)
-    module.runtime = runtime  # type: ignore[assignment]
+    constants = {n.target: operator.attrgetter(n.target)(half) for n in graph.nodes
+                 if n.op in ("get_attr", "call_module") and n is not owner}
+    module = fx.GraphModule({**constants, "runtime": runtime}, graph)
     return module.forward  # type: ignore[no-any-return]
 
 

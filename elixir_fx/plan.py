@@ -90,18 +90,17 @@ class Chunk:
         return align(piece.span * self.itemsize) // self.itemsize
 
     def units(self, update_numel: int) -> tuple[tuple[Slice, ...], ...]:
-        """The pieces the optimizer streams: consecutive slices whose widths add up to at
-        most `update_numel` elements, or one slice that is wider."""
+        """The pieces the optimizer streams: consecutive slices of at most `update_numel`
+        elements together, or one slice that is larger."""
         units: list[tuple[Slice, ...]] = []
         room = -1
         for piece in self.slices:
-            width = self.width(piece)
-            if units and width <= room:
+            if units and piece.span <= room:
                 units[-1] += (piece,)
-                room -= width
+                room -= piece.span
             else:
                 units.append((piece,))
-                room = update_numel - width
+                room = update_numel - piece.span
         return tuple(units)
 
 

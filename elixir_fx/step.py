@@ -69,10 +69,15 @@ class StepGraph:
     history: list[Record] = field(default_factory=list)
 
     def call(
-        self, target: Callable[..., object], args: tuple[object, ...], fake: Callable[[], object]
+        self,
+        name: str,
+        target: Callable[..., object],
+        args: tuple[object, ...],
+        fake: Callable[[], object],
     ) -> fx.Node:
         """A new call node at the graph's insertion point; `fake` makes its fake value."""
-        node = self.module.graph.call_function(target, args)  # type: ignore[arg-type]
+        graph = self.module.graph
+        node = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
         with self.faking():
             node.meta["val"] = fake()
         return node
@@ -146,7 +151,7 @@ class StepGraph:
         nodes = self.nodes
         if not self.trains:
             return len(nodes)
-        return next(i for i, node in enumerate(nodes) if is_backward(node))
+        return next(i for i, n in enumerate(nodes) if is_backward(n) and n.op != "placeholder")
 
     @cached_property
     def key(self) -> str:

@@ -27,14 +27,17 @@ from elixir_fx.units import sizes
 def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
     """Raise VerifyError at the first law that the graph breaks, naming node and chunk.
 
-    `complete` is False between passes: then gathers without release and parameters that are
-    not gathered yet are still allowed.
+    `complete` is False between passes: parameters that are not gathered yet and gradients
+    that are not reduced yet are then allowed, and what the gather cache holds is followed only
+    once there are releases.
     """
     _order(step)
-    walk = _Walk(step=step, complete=complete)
-    for node in step.nodes:
-        walk.visit(node)
-    walk.end()
+    walk = _Walk(step=step)
+    targets = {node.target for node in step.nodes}
+    if complete or ops.RELEASE in targets:
+        for node in step.nodes:
+            walk.visit(node)
+        walk.end()
     if complete:
         _away_parameters(step, plan)
         _gradients(step, plan)
@@ -76,7 +79,6 @@ class _Walk:
     """What the gather cache holds while the nodes go by."""
 
     step: StepGraph
-    complete: bool
     live: dict[int, _Stay] = field(default_factory=dict)  # by chunk: prefetched or gathered
     left: list[_Stay] = field(default_factory=list)  # released, bytes not written over since
     was_backward: bool = False
@@ -170,7 +172,7 @@ class _Walk:
 
     def end_of_phase(self, phase: str) -> None:
         for chunk, stay in self.live.items():
-            if stay.node is not None and self.complete:
+            if stay.node is not None:
                 raise VerifyError(f"chunk {chunk} is gathered and never released in the {phase}")
 
     def end(self) -> None:
@@ -222,13 +224,15 @@ def _budget(step: StepGraph, plan: Plan) -> None:
     """Law 4: constants and live values at every position, by this file's own count."""
     limit = plan.limits.device
     constant = _constant_bytes(step, plan)
+    handed_out = _outputs(step)
+    born = {node: 0 if node in handed_out else _born_bytes(node) for node in step.nodes}
     live, peak, where = 0, 0, ""
     dies = _deaths(step)
     for node in step.nodes:
-        live += _born_bytes(step, node)
+        live += born[node]
         if live > peak:
             peak, where = live, node.name
-        live -= sum(_born_bytes(step, dead) for dead in dies.get(node, ()))
+        live -= sum(born[dead] for dead in dies.get(node, ()))
     if constant + peak > limit:
         raise VerifyError(
             f"at {where} the step holds {sizes(constant + peak)} on the device "
@@ -260,7 +264,15 @@ def _is_buffer(step: StepGraph, node: fx.Node) -> bool:
     )
 
 
-def _born_bytes(step: StepGraph, node: fx.Node) -> int:
+def _outputs(step: StepGraph) -> set[fx.Node]:
+    """Storages that the caller gets: outputs of the forward, gradients of its inputs."""
+    forward, backward = step.results()
+    inputs = [item.node in step.parameter_names for item in step.inputs]
+    given = [node for node, ours in zip(backward, inputs, strict=False) if not ours]
+    return {memory_root(node) for node in (*forward, *given) if isinstance(node, fx.Node)}
+
+
+def _born_bytes(node: fx.Node) -> int:
     """Bytes that a node allocates: results of operators, not inputs, views or gathers."""
     if node.op != "call_function" or memory_root(node) is not node or node.target in ops.ALL:
         return 0

@@ -3,8 +3,8 @@
 Stands after split_views, so that forward and backward each have readers of their own.
 
 Before    t = aten.t(w); y = aten.mm(x, t)
-After     chunk_6 = elixir.gather(6); w_6 = aten.as_strided(chunk_6, shape, strides, offset)
-          t = aten.t(w_6); y = aten.mm(x, t)
+After     chunk_6 = elixir.gather(6); w = aten.as_strided(chunk_6[a:b], shape, strides)
+          t = aten.t(w); y = aten.mm(x, t)
 Law       every read of an away parameter reads a gather of its own phase (laws 1, 2)
 """
 
@@ -53,6 +53,7 @@ def _gather(step: StepGraph, chunk: Chunk, stay: Gather) -> None:
 def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> fx.Node:
     dtype = getattr(torch, chunk.dtype)
     node = step.call(
+        f"chunk_{chunk.id}",
         ops.GATHER,
         (chunk.id, chunk.numel, dtype, device),
         lambda: torch.empty(chunk.numel, dtype=dtype, device=device),
@@ -66,10 +67,21 @@ def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> 
 
 
 def _slice_view(step: StepGraph, gathered: fx.Node, piece: Slice) -> fx.Node:
-    geometry = (list(piece.shape), list(piece.strides), piece.offset)
+    """The parameter's elements of the gathered chunk, in its shape and strides."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in piece.path)
+    bounds = (0, piece.offset, piece.offset + piece.span)
     flat = tensor(gathered)
+    part = step.call(
+        f"{name}_flat",
+        torch.ops.aten.slice.Tensor,
+        (gathered, *bounds),
+        lambda: torch.ops.aten.slice.Tensor(flat, *bounds),
+    )
+    mark(part, backward=is_backward(gathered))
+    geometry = (list(piece.shape), list(piece.strides))
     return step.call(
+        name,
         torch.ops.aten.as_strided.default,
-        (gathered, *geometry),
-        lambda: torch.as_strided(flat, *geometry),
+        (part, *geometry),
+        lambda: torch.as_strided(tensor(part), *geometry),
     )

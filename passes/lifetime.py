@@ -117,4 +117,4 @@ def module_path(node: fx.Node) -> str:
     if not stack:
         return ""
     path, _ = list(stack.values())[-1]
-    return str(path)
+    return str(path).removeprefix("L['module']").lstrip(".")

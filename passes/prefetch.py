@@ -33,7 +33,7 @@ def prefetch(step: StepGraph, plan: Plan) -> None:
 def _insert(step: StepGraph, stay: Gather, anchor: fx.Node, needed: fx.Node) -> None:
     chunk = step.chunk(stay.chunk)
     with step.module.graph.inserting_before(anchor):
-        node = step.call(ops.PREFETCH, (stay.chunk,), lambda: None)
+        node = step.call(f"prefetch_{chunk.id}", ops.PREFETCH, (stay.chunk,), lambda: None)
     note = (
         f"prefetch chunk {chunk.id} ({chunk.title}, {sizes(chunk.nbytes)}) from "
         f"{chunk.homes.parameters}, needed at {needed.next.name}"

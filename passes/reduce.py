@@ -43,6 +43,7 @@ def _reduce(step: StepGraph, chunk: Chunk) -> None:
     anchor = _after_operator(last)
     with graph.inserting_after(anchor):
         node = step.call(
+            f"reduce_{chunk.id}",
             ops.REDUCE,
             (chunk.id, slices, gradients),
             lambda: [torch.empty_like(fake) for fake in fakes],
@@ -56,7 +57,12 @@ def _reduce(step: StepGraph, chunk: Chunk) -> None:
     with graph.inserting_after(node):
         for index, path in reversed(list(enumerate(paths))):
             fake = fakes[index]
-            item = step.call(operator.getitem, (node, index), lambda fake=fake: fake)  # type: ignore[misc]
+            item = step.call(
+                f"answer_{chunk.id}_{index}",
+                operator.getitem,
+                (node, index),
+                lambda fake=fake: fake,  # type: ignore[misc]
+            )
             answers[path] = mark(item, backward=True)
     _return_answers(step, answers)
 

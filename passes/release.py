@@ -20,6 +20,6 @@ def release(step: StepGraph, plan: Plan) -> None:
         stay = stay_of(gathered)
         last = max(readers(gathered), key=position.__getitem__)
         with graph.inserting_after(last):
-            node = step.call(ops.RELEASE, (stay.chunk,), lambda: None)
+            node = step.call(f"release_{stay.chunk}", ops.RELEASE, (stay.chunk,), lambda: None)
         note = f"release chunk {stay.chunk} after {last.name}"
         mark(node, backward=stay.backward, note=note, stay=stay)

@@ -10,7 +10,6 @@ makes one loss of it.
 
 import copy
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 import elixir_fx
-from elixir_fx.errors import PlanError
 from elixir_fx.plan import Plan
-from elixir_fx.units import GIB, parse_size
+from elixir_fx.units import GIB
 
 Batch = tuple[Any, ...] | dict[str, Any]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -193,19 +191,8 @@ def assert_equal_runs(plain: Run, ours: Run) -> None:
     assert not problems, f"{len(problems)} differences\n" + "\n".join(problems[:20])
 
 
-def smallest_memory(model: nn.Module, batch: Batch, **options: Any) -> int:
-    """The smallest device budget, in bytes, that some plan meets: what PlanError says is."""
-    try:
-        elixir_fx.plan(model, batch, memory=1, **options)
-    except PlanError as error:
-        match = re.search(r"memory=['\"]?([\d.]+ ?[KMGTi]*B?)", str(error))
-        assert match, f"the error names no smallest budget: {error}"
-        return parse_size(match[1])
-    raise AssertionError("a budget of one byte was accepted")
-
-
 def budget(model: nn.Module, batch: Batch, share: float, **options: Any) -> int:
     """A device budget between the smallest that works (share 0) and all that is needed (1)."""
-    smallest = smallest_memory(model, batch, **options)
+    smallest = elixir_fx.smallest_memory(model, batch, **options)
     everything = elixir_fx.plan(model, batch, memory=64 * GIB, **options)
     return smallest + int(share * max(0, everything.forecast.peak_device_bytes - smallest))

@@ -248,3 +248,24 @@ def test_a_forked_child_is_refused(tmp_path):
     message = os.read(end, 1000).decode()
     os.close(end)
     assert re.search("read in a forked process; worker processes must not", message)
+
+
+def test_an_odd_short_count_is_continued_at_a_sector(tmp_path):
+    class Odd(FaultyFiles):
+        def pread(self, fd, buffer, offset):
+            return max(super().pread(fd, buffer, offset) - 1, 1)
+
+        def pwrite(self, fd, buffer, offset):
+            count = super().pwrite(fd, buffer, offset)
+            return count - 1 if count > BLOCK_BYTES else count
+
+    file = DiskFile(tmp_path, FILE_BYTES, Odd())
+    data = pattern(2 * BLOCK_BYTES)
+    file.write(memory_with(data), 0)
+    with pytest.raises(TierError, match="short read: 8 calls moved nothing"):
+        file.read(memory(2 * BLOCK_BYTES), 0)
+    assert file.direct
+    target = memory(2 * BLOCK_BYTES)
+    file.files = FaultyFiles()
+    file.read(target, 0)
+    assert bytes(target) == data

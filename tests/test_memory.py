@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from graphs import gpt, mlp
-from harness import adamw, budget, smallest_memory, train
+from harness import adamw, budget, train
 
 import elixir_fx
 from elixir_fx.errors import PlanError
@@ -61,7 +61,7 @@ def test_moved_bytes_are_as_forecast(tmp_path: Path) -> None:
 
 def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
     model, batches = GPT.build(), GPT.batches(2)
-    smallest = smallest_memory(model, batches[0], disk_memory=GIB, optimizer="adamw")
+    smallest = elixir_fx.smallest_memory(model, batches[0], disk_memory=GIB, optimizer="adamw")
     options: dict[str, Any] = {"disk": str(tmp_path), "example_inputs": batches[0]}
     with pytest.raises(PlanError, match="memory="):
         elixir_fx.compile(

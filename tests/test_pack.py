@@ -1,11 +1,12 @@
 import pytest
+from graphs_facts import Builder, accelerator, cpu, gpt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import ALIGNMENT_BYTES, Limits
 from elixir_fx.planner.pack import chunk_sizes, pack, pinned_tiers
-from graphs_facts import Builder, accelerator, cpu, gpt
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 MIB = 1 << 20
 LIMITS = Limits(device=1 << 40, disk=1 << 40)

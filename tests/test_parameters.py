@@ -16,16 +16,13 @@ from torch.nn import functional
 
 from elixir_fx.errors import ElixirError
 from elixir_fx.runtime.away import Source
+from elixir_fx.runtime.hooks import Accumulation, accumulation, pass_by, run_hooks
 from elixir_fx.runtime.parameters import (
-    Accumulation,
     AwayParameter,
     AwayTensor,
     ChunkGradient,
-    accumulation,
     away,
-    pass_by,
     plain,
-    run_hooks,
     settle,
 )
 

@@ -449,3 +449,32 @@ def test_a_home_names_its_tensor_in_errors(tmp_path):
     with pytest.raises(TierError, match=r"layers.0.weight: 48 bytes do not fill"):
         TensorHome(store, region, (3, 4), (4, 1), torch.float32, CPU, "layers.0.weight")
     store.close()
+
+
+def test_a_store_collected_on_its_own_lane_ends_all_the_same(setup, tmp_path):
+    before = (threads(), descriptors())
+    store, region = make_store(setup, tmp_path)
+    lane, gate = Lane("test lane"), threading.Event()
+    first = lane.submit(lambda: gate.wait() and None)
+    ticket = store.put(region, noise(HOME_BYTES, 0), after=[first])
+    rest = [store.fetch(region, torch.empty(HOME_BYTES, dtype=torch.uint8)) for _ in range(5)]
+    # a cycle that only the collector frees, which runs on the thread that settles the put
+    cycle = [store]
+    cycle.append(cycle)
+    ticket.on_settled(gc.collect)
+    reference = weakref.ref(store)
+    gc.disable()
+    try:
+        del store, cycle
+        gate.set()
+        ticket.wait()
+        assert reference() is None
+    finally:
+        gc.enable()
+    for other in rest:
+        other.finish()
+    lane.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("elixir_fx"):
+            thread.join(10)
+    assert (threads(), descriptors()) == before

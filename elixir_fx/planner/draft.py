@@ -91,7 +91,9 @@ class Drafter:
         stays = place(self._uses(home), layout.gather_bytes, self._first_call)
         if stays is None:
             return None
-        layout = replace(layout, gather_bytes=extent(stays))
+        # At least the cores' own colouring, which also other graphs of the model go by.
+        gather_bytes = max(extent(stays), min(self._core_bytes(home), layout.gather_bytes))
+        layout = replace(layout, gather_bytes=gather_bytes)
         layout = replace(layout, arena_bytes=self._arena(choice, home, layout))
         need = self._need_of(home, layout.update_numel, layout.arena_bytes)
         if need > self.limits.device:
@@ -338,11 +340,8 @@ class Drafter:
 
     def _need_of(self, away: set[Item], update_numel: int, arena: int) -> int:
         constant = self._everything - sum(self._sizes[c].ordinary[p] for c, p in away)
-        update = 0
-        if self.footprint.facts.trains:
-            streamed = {chunk for chunk, _ in away}
-            states = {chunk for chunk, part in away if part is Part.STATES}
-            update = self.footprint.update_bytes(streamed, states, update_numel)
+        states = {chunk for chunk, part in away if part is Part.STATES}
+        update = self.footprint.update_bytes(states, update_numel)
         return constant + arena + max(self.footprint.live_peak, update)
 
     @cached_property

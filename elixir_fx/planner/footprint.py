@@ -186,10 +186,8 @@ class Footprint:
     @cached_property
     def kept_peak(self) -> int:
         """The device bytes of a step that keeps everything."""
-        scratch = self.update_bytes((), (), 0) if self.facts.trains else 0
-        return self.constant([Homes()] * len(self.chunks)) + max(
-            int(self.live_kept.max(initial=0)), scratch
-        )
+        live = int(self.live_kept.max(initial=0))
+        return self.constant([Homes()] * len(self.chunks)) + max(live, self.kept_update_bytes)
 
     def constant(self, homes: Iterable[Homes]) -> int:
         """Device bytes between steps: buffers and the parts at home there."""
@@ -199,36 +197,38 @@ class Footprint:
             total += sum(ordinary.values()) - away(homes_of_one, ordinary)
         return total
 
-    def update_bytes(
-        self, streamed: Container[int], states_away: Container[int], update_numel: int
-    ) -> int:
-        """Device bytes that an update needs beside constant and arena: scratch, and on the
-        first step the new states of a unit before they leave. Chunks not `streamed` are
-        updated where they are."""
-        peak = together = 0
-        optimizer = self.optimizer
-        for sizes in self.sizes:
-            chunk = sizes.chunk
-            if not chunk.trainable:
-                continue
-            if chunk.id not in streamed:
-                together += sizes.elements
-                peak = max(peak, sizes.largest_span * optimizer.scratch_bytes)
-                continue
-            new = optimizer.state_bytes if chunk.id in states_away else 0
-            numel = sizes.largest_unit(update_numel)
-            peak = max(peak, numel * (optimizer.scratch_bytes + new))
-        if optimizer.foreach:
-            peak = max(peak, together * optimizer.scratch_bytes)
-        return peak
-
-    def layout_update_bytes(self, layout: Layout) -> int:
-        """`update_bytes` of a layout."""
+    def update_bytes(self, states_away: Container[int], update_numel: int) -> int:
+        """Device bytes that a streamed update needs beside constant and arena: scratch of one
+        unit and, on the first step, its new states before they leave."""
         if not self.facts.trains:
             return 0
-        streamed = {c.id for c in layout.chunks if not c.homes.on_device}
-        states = {c.id for c in layout.chunks if c.homes.states != Tier.DEVICE}
-        return self.update_bytes(streamed, states, layout.update_numel)
+        peak = 0
+        for sizes in self.sizes:
+            if sizes.chunk.trainable:
+                per_element = self.optimizer.scratch_bytes
+                if sizes.chunk.id in states_away:
+                    per_element += self.optimizer.state_bytes
+                peak = max(peak, sizes.largest_unit(update_numel) * per_element)
+        return peak
+
+    @cached_property
+    def kept_update_bytes(self) -> int:
+        """Scratch of an update where everything stays: the optimizer's own, all at once."""
+        if not self.facts.trains:
+            return 0
+        trained = [sizes for sizes in self.sizes if sizes.chunk.trainable]
+        if self.optimizer.foreach or self.optimizer.global_state:
+            elements = sum(sizes.elements for sizes in trained)
+        else:
+            elements = max((sizes.largest_span for sizes in trained), default=0)
+        return elements * self.optimizer.scratch_bytes
+
+    def layout_update_bytes(self, layout: Layout) -> int:
+        """The bytes of a layout's update beside constant and arena."""
+        if layout.keeps_all:
+            return self.kept_update_bytes
+        states_away = {c.id for c in layout.chunks if c.homes.states != Tier.DEVICE}
+        return self.update_bytes(states_away, layout.update_numel)
 
     def largest_at(self, position: int, count: int = 5) -> tuple[tuple[str, int], ...]:
         """The largest live storages at a position, for people."""

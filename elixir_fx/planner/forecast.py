@@ -10,12 +10,13 @@ seconds are exposed and booked under their cause:
     the update waits for a unit or for its writes    "update"
     compute is slower while a link streams           "contention"
 
-The update is a ring over the arena: while unit k computes, k + 1 loads and k - 1 writes; a
-unit's place is free again when its writes are done. A step ends when the last one is.
+The update is a ring over the arena: while unit k computes, k + 1 loads and k - 1 writes. A
+unit's place is free again when its writes are done; a load whose place is not yet free is
+waited for, and one whose place is at work follows it. A step ends with the last write.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -27,7 +28,8 @@ from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.place import Stay
 from elixir_fx.planner.wires import Route, Wires
 
-_REDUCE, _PREFETCH, _GATHER = range(3)  # the order of events between the same two nodes
+# The order of events between the same two nodes: a gather is asked for before a prefetch.
+_REDUCE, _GATHER, _PREFETCH = range(3)
 
 
 @dataclass(kw_only=True)
@@ -79,7 +81,7 @@ class Player:
         timing.compute_s = self.facts.compute_s
         if self.facts.trains:
             begin = wires.now
-            timing.compute_s += _Update(self, layout, wires, timing).run(writes)
+            timing.compute_s += _Update(self, layout, wires, timing).run(writes.values())
             timing.optimizer_s = wires.now - begin
         timing.step_s = wires.now
         timing.expose("contention", timing.step_s - timing.compute_s - sum(timing.exposed.values()))
@@ -169,47 +171,82 @@ class Player:
 
 @dataclass
 class _Unit:
-    """One unit of the update: seconds of compute, and bytes by tier to load and to write."""
+    """One unit of the update: seconds of compute, and bytes by tier to load and to write.
+    `low` and `high` are its place in the ring."""
 
-    chunk: int
     seconds: float
     loads: dict[Tier, list[int]]
     stores: dict[Tier, list[int]]
-    ring_bytes: int
-    loaded: list[int] = field(default_factory=list)
-    computed: int = -1
-    free: list[int] = field(default_factory=list)
+    nbytes: int
+    low: int = 0
+    high: int = 0
+    loading: list[int] = field(default_factory=list)
+    leaving: list[int] | None = None  # None while it is at work
 
 
 class _Update:
-    """The optimizer's phase of a step."""
+    """The optimizer's phase of a step, in the runtime's order of waiting."""
 
     def __init__(self, player: Player, layout: Layout, wires: Wires, timing: Timing) -> None:
         self.player = player
         self.layout = layout
         self.wires = wires
         self.timing = timing
-        self.units = [unit for chunk in layout.chunks for unit in self._units(chunk)]
+        self.head = 0
+        self.taken: deque[_Unit] = deque()
 
-    def run(self, writes: dict[int, int]) -> float:
+    def run(self, writes: Iterable[int]) -> float:
         """Play it; `writes` are the events of the gradients reaching home. Returns the
         seconds of computation; time beyond that is exposed."""
-        wires = self.wires
-        begin = wires.now
-        self._plan_loads(writes)
-        for unit in self.units:
-            for event in unit.loaded:
-                wires.wait(event)
-            wires.compute(unit.seconds)
-            wires.set(unit.computed)
-            for (tier, parts), event in zip(unit.stores.items(), unit.free, strict=False):
-                path = route(self.player.machine, Tier.DEVICE, tier)
-                wires.send(path, sum(parts), parts=len(parts), event=event)
-        for event in [*writes.values(), *(event for unit in self.units for event in unit.free)]:
-            wires.wait(event)
-        compute_s = sum(unit.seconds for unit in self.units)
-        self.timing.expose("update", wires.now - begin - compute_s)
+        begin = self.wires.now
+        compute_s = 0.0
+        for event in writes:
+            self.wires.wait(event)
+        following = deque(unit for chunk in self.layout.chunks for unit in self._units(chunk))
+        current: _Unit | None = None
+        while following or current is not None:
+            if current is None:
+                current = following.popleft()
+                self._fetch(current)
+            ahead = bool(following) and self._fetch(following[0])
+            self._step(current)
+            compute_s += current.seconds
+            current = following.popleft() if ahead else None
+        while self.taken:
+            self._wait(self.taken.popleft().leaving)
+        self.timing.expose("update", self.wires.now - begin - compute_s)
         return compute_s
+
+    def _fetch(self, unit: _Unit) -> bool:
+        """Start to load a unit; False if one that is still at work is in the way."""
+        low = self.head if self.head + unit.nbytes <= self.layout.arena_bytes else 0
+        high = low + unit.nbytes
+        in_the_way = [old for old in self.taken if old.low < high and low < old.high]
+        if any(old.leaving is None for old in in_the_way):
+            return False
+        for old in in_the_way:
+            self._wait(old.leaving)
+            self.taken.remove(old)
+        unit.low, unit.high, self.head = low, high, high
+        self.taken.append(unit)
+        for tier, parts in unit.loads.items():
+            unit.loading.append(self._send(tier, Tier.DEVICE, parts))
+        return True
+
+    def _step(self, unit: _Unit) -> None:
+        self._wait(unit.loading)
+        self.wires.compute(unit.seconds)
+        unit.leaving = [self._send(Tier.DEVICE, tier, parts) for tier, parts in unit.stores.items()]
+
+    def _send(self, source: Tier, target: Tier, parts: list[int]) -> int:
+        event = self.wires.event()
+        path = route(self.player.machine, source, target)
+        self.wires.send(path, sum(parts), parts=len(parts), event=event)
+        return event
+
+    def _wait(self, events: list[int] | None) -> None:
+        for event in events or ():
+            self.wires.wait(event)
 
     def _units(self, chunk: Chunk) -> list[_Unit]:
         footprint = self.player.footprint
@@ -218,54 +255,22 @@ class _Update:
         rate = footprint.optimizer.read_bytes / self.player.machine.stream_bytes_per_s
         sizes = footprint.sizes[chunk.id]
         if chunk.homes.on_device:
-            return [_Unit(chunk.id, sizes.elements * rate, {}, {}, 0)]
+            return [_Unit(sizes.elements * rate, {}, {}, 0)]
         units = []
         for width, elements in sizes.units(self.layout.update_numel):
             loads: dict[Tier, list[int]] = {}
             stores: dict[Tier, list[int]] = {}
-            for part, nbytes in sizes.of(width).items():
+            nbytes = 0
+            for part, size in sizes.of(width).items():
                 tier = home(chunk.homes, part)
-                if tier == Tier.DEVICE or not nbytes:
+                if tier == Tier.DEVICE or not size:
                     continue
-                loads.setdefault(tier, []).append(nbytes)
+                nbytes += size
+                loads.setdefault(tier, []).append(size)
                 if part is not Part.GRADIENTS:
-                    stores.setdefault(tier, []).append(nbytes)
-            ring_bytes = sum(sum(parts) for parts in loads.values())
-            units.append(_Unit(chunk.id, elements * rate, loads, stores, ring_bytes))
+                    stores.setdefault(tier, []).append(size)
+            units.append(_Unit(elements * rate, loads, stores, nbytes))
         return units
-
-    def _plan_loads(self, writes: dict[int, int]) -> None:
-        """Queue all loads, each behind what must have happened before it."""
-        wires = self.wires
-        for unit in self.units:
-            unit.computed = wires.event()
-            unit.free = [wires.event() for _ in unit.stores] or [unit.computed]
-        taken: deque[tuple[int, int, list[int]]] = deque()
-        head = 0
-        blocks = list(writes.values())[-self.layout.gradient_blocks :] if writes else []
-        for number, event in enumerate(blocks):
-            low = self.layout.gather_bytes + number * self.layout.gradient_block_bytes
-            taken.append((low, low + self.layout.gradient_block_bytes, [event]))
-        computed: list[int] = []
-        for unit in self.units:
-            after = computed[-2:-1]  # while unit k computes, only k + 1 loads
-            computed.append(unit.computed)
-            if not unit.ring_bytes:
-                continue
-            if head + unit.ring_bytes > self.layout.arena_bytes:
-                head = 0
-            low, high = head, head + unit.ring_bytes
-            after += [event for a, b, free in taken if a < high and low < b for event in free]
-            taken = deque(entry for entry in taken if not (entry[0] < high and low < entry[1]))
-            taken.append((low, high, unit.free))
-            head = high
-            if unit.chunk in writes:
-                after.append(writes[unit.chunk])
-            for tier, parts in unit.loads.items():
-                event = wires.event()
-                unit.loaded.append(event)
-                path = route(self.player.machine, tier, Tier.DEVICE)
-                wires.send(path, sum(parts), parts=len(parts), event=event, after=after)
 
 
 def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limits) -> Forecast:

@@ -58,12 +58,19 @@ def pinned_tiers(
 
 
 def away_tiers(machine: Machine, limits: Limits) -> tuple[Tier, ...]:
-    """The tiers beside the device, the nearest first."""
+    """The tiers beside the device that have memory and links, the nearest first."""
     if machine.unified:
-        return (Tier.DISK,) if limits.disk > 0 else ()
-    if limits.host <= 0:  # a disk is reached through host memory
-        return ()
-    return (Tier.HOST, Tier.DISK) if limits.disk > 0 else (Tier.HOST,)
+        reached = limits.disk > 0 and _linked(machine, Tier.DEVICE, Tier.DISK)
+        return (Tier.DISK,) if reached else ()
+    if limits.host <= 0 or not _linked(machine, Tier.DEVICE, Tier.HOST):
+        return ()  # a disk is reached through host memory
+    reached = limits.disk > 0 and _linked(machine, Tier.HOST, Tier.DISK)
+    return (Tier.HOST, Tier.DISK) if reached else (Tier.HOST,)
+
+
+def _linked(machine: Machine, near: Tier, far: Tier) -> bool:
+    pairs = {(link.source, link.target) for link in machine.links}
+    return (near, far) in pairs and (far, near) in pairs
 
 
 def chunk_sizes(facts: Facts) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ from elixir_fx.units import GIB, MIB, sizes
 FINALISTS = 3  # choices of the survey that are varied
 ROUNDS = 3  # of changes, while they help
 RELIEVED = 10  # chunks brought home because the step waits for them
-LEAST = ((1, 1, 1), (1, 1, 4), (1, 2, 4), (2, 2, 4))  # (gradient blocks, ring, pieces)
+RINGS = (1, 2)  # places in the ring that the survey tries where there is little room
 
 
 def search(
@@ -195,11 +195,12 @@ class _Space:
 
     def arenas(self, chunk_bytes: int) -> tuple[int, ...]:
         """Arena sizes to try with a chunk size."""
-        largest = [max(s.widest.values()) for s in self.drafters[chunk_bytes].footprint.sizes]
-        whole = [sum(s.widest.values()) for s in self.drafters[chunk_bytes].footprint.sizes]
-        total = sum(sum(s.packed.values()) for s in self.drafters[chunk_bytes].footprint.sizes)
-        base = max(chunk_bytes, self.chunk_sizes[0], *sorted(largest)[len(largest) // 2 :][:1])
-        big = (2 * max(largest), 3 * max(largest), max(whole), 2 * max(whole))
+        footprint = self.drafters[chunk_bytes].footprint
+        largest = sorted(max(size.widest.values()) for size in footprint.sizes) or [0]
+        whole = max((sum(size.widest.values()) for size in footprint.sizes), default=0)
+        total = sum(sum(size.packed.values()) for size in footprint.sizes)
+        base = max(chunk_bytes, self.chunk_sizes[0], largest[len(largest) // 2])
+        big = (2 * largest[-1], 3 * largest[-1], whole, 2 * whole)
         return spread_arenas(base, big, total)
 
     @cached_property
@@ -210,18 +211,12 @@ class _Space:
             return None
         for size, drafter in self.drafters.items():
             for arena in self.arenas(size):
-                for blocks, ring, pieces in LEAST:
-                    choice = Choice(
-                        chunk_bytes=size,
-                        arena_bytes=arena,
-                        gradient_blocks=blocks,
-                        ring=ring,
-                        pieces=pieces,
-                        fill=False,
-                    )
-                    need = drafter.need_bytes(choice)
-                    if need is not None and (found is None or need < found[0]):
-                        found = (need, choice)
+                choice = Choice(
+                    chunk_bytes=size, arena_bytes=arena, gradient_blocks=1, ring=1, fill=False
+                )
+                need = drafter.need_bytes(choice)
+                if need is not None and (found is None or need < found[0]):
+                    found = (need, choice)
         return found
 
     def smallest(self) -> int:
@@ -270,7 +265,7 @@ class _Space:
         if optimizer is not None and optimizer.global_state:
             reason = f" {optimizer.name} needs all parameters at once, so nothing can be away."
         elif not away_tiers(self.machine, self.limits):
-            reason = " Nothing can be away: no disk or host memory was given."
+            reason = " Nothing can be away: there is no disk or host memory to use."
         else:
             reason = ""
         return (
@@ -311,14 +306,10 @@ class _Search:
         if len(self.played) <= FINALISTS:  # little room: the thriftiest ways as well
             for size in self.space.chunk_sizes:
                 for arena in self.space.arenas(size):
-                    for blocks, ring, pieces in LEAST[:-1]:
+                    for ring in RINGS:
                         self._try(
                             Choice(
-                                chunk_bytes=size,
-                                arena_bytes=arena,
-                                gradient_blocks=blocks,
-                                ring=ring,
-                                pieces=pieces,
+                                chunk_bytes=size, arena_bytes=arena, gradient_blocks=1, ring=ring
                             )
                         )
 

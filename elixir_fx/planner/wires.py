@@ -20,21 +20,13 @@ NEVER = float("inf")
 
 
 class _Transfer:
-    __slots__ = ("after", "event", "left", "nbytes", "parts", "route", "stage")
+    __slots__ = ("event", "left", "nbytes", "parts", "route", "stage")
 
-    def __init__(
-        self,
-        route: tuple["_Stream", ...],
-        nbytes: int,
-        parts: int,
-        event: int,
-        after: Sequence[int],
-    ) -> None:
+    def __init__(self, route: tuple["_Stream", ...], nbytes: int, parts: int, event: int) -> None:
         self.route = route
         self.nbytes = nbytes
         self.parts = parts
         self.event = event
-        self.after = after
         self.stage = 0
         self.left = 0.0
 
@@ -53,7 +45,7 @@ class _Stream:
 
 
 class Wires:
-    """A clock, the streams of a machine, and events that transfers and computation set."""
+    """A clock, the streams of a machine, and the events that transfers set."""
 
     def __init__(self, machine: Machine) -> None:
         self.now = 0.0
@@ -78,15 +70,10 @@ class Wires:
         self._done.append(False)
         return len(self._done) - 1
 
-    def set(self, event: int) -> None:
-        self._done[event] = True
-
-    def send(
-        self, route: Route, nbytes: int, *, parts: int = 1, event: int, after: Sequence[int] = ()
-    ) -> None:
-        """Queue a transfer of `parts` pieces that sets `event`, not before all of `after`."""
+    def send(self, route: Route, nbytes: int, *, parts: int = 1, event: int) -> None:
+        """Queue a transfer of `parts` pieces that sets `event` when it is through."""
         streams = tuple(self._streams[hop] for hop in route)
-        transfer = _Transfer(streams, nbytes, parts, event, after)
+        transfer = _Transfer(streams, nbytes, parts, event)
         self._enqueue(transfer)
 
     def moved(self, source: Tier, target: Tier) -> int:
@@ -114,7 +101,7 @@ class Wires:
         begin = self.now
         while not self._done[event]:
             busy, next_s = self._busy()
-            assert busy, "waiting for an event that nothing will set"
+            assert busy, "waiting for an event that no transfer sets"
             self._pass(busy, next_s)
         return self.now - begin
 
@@ -124,22 +111,19 @@ class Wires:
         stream.moved += transfer.nbytes
         stream.queue.append(transfer)
 
-    def _ready(self, stream: _Stream) -> bool:
-        if not stream.queue:
-            return False
-        after = stream.queue[0].after
-        return not after or all(self._done[event] for event in after)
-
     def _busy(self) -> tuple[list[tuple[_Stream, float]], float]:
         """The streams at work with their rates, and the seconds until one is through."""
-        ready = [stream for stream in self._all if self._ready(stream)]
         busy = []
         next_s = NEVER
-        for stream in ready:
-            shared = stream.partner is not stream and stream.partner in ready
+        for stream in self._all:
+            if not stream.queue:
+                continue
+            shared = stream.partner is not stream and stream.partner.queue
             rate = stream.both if shared else stream.alone
             busy.append((stream, rate))
-            next_s = min(next_s, stream.queue[0].left / rate)
+            left_s = stream.queue[0].left / rate
+            if left_s < next_s:
+                next_s = left_s
         return busy, next_s
 
     def _pass(self, busy: Sequence[tuple[_Stream, float]], seconds: float) -> None:
@@ -151,7 +135,6 @@ class Wires:
                 stream.queue.popleft()
                 head.stage += 1
                 if head.stage < len(head.route):
-                    head.after = ()
                     self._enqueue(head)
                 else:
                     self._done[head.event] = True

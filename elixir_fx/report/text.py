@@ -51,8 +51,8 @@ class Fold:
     def ids(self) -> str:
         """ "3", "3..6" where they follow each other, "3, 5 .. 9" where others are between."""
         ids = [chunk.id for chunk in self.chunks]
-        if len(ids) == 1:
-            return str(ids[0])
+        if len(ids) <= 2:
+            return ", ".join(map(str, ids))
         if ids[1] - ids[0] == 1:
             return f"{ids[0]}..{ids[-1]}"
         return f"{ids[0]}, {ids[1]} .. {ids[-1]}"

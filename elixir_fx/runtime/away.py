@@ -4,11 +4,13 @@ Stands below `parameters` (tensors that people hold) and beside `store` (the mem
 tiers, whose `TensorHome` has the shape of `Home`).
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Ticket(Protocol):
@@ -97,3 +99,60 @@ class Source:
         """Hold the value in memory from now on: the home is about to be used for another."""
         if self.tensor is None:
             self.tensor = self.home.load()
+
+
+def found(values: Any, kind: type[T]) -> list[T]:
+    """Every `kind` in `values`, however deep in lists, tuples and dicts, in order."""
+    if isinstance(values, kind):
+        return [values]
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, (list, tuple)):
+        return [item for value in values for item in found(value, kind)]
+    return []
+
+
+def replaced(values: Any, kind: type, new: Callable[[Any], Any]) -> Any:
+    """`values` with each `kind` in it, however deep in lists, tuples and dicts, replaced."""
+    if isinstance(values, kind):
+        return new(values)
+    if isinstance(values, dict):
+        return {key: replaced(value, kind, new) for key, value in values.items()}
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*(replaced(value, kind, new) for value in values))
+    if isinstance(values, (list, tuple)):
+        return type(values)(replaced(value, kind, new) for value in values)
+    return values
+
+
+def one_at_a_time(
+    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    """The calls on one element each that an operator's call on lists stands for.
+
+    None if the operator of this schema does not treat its lists element by element.
+    """
+    name = schema.name.removeprefix("aten::").lstrip("_")
+    if not name.startswith(("foreach", "fused", "amp_foreach")):
+        return None
+    given = [*args, *kwargs.values()]
+    lists = [value for value in given if isinstance(value, (list, tuple)) and found(value, Tensor)]
+    count = len(lists[0]) if lists else 0
+    if count < 2 or any(len(value) not in (0, count) for value in lists):
+        return None
+    names = [argument.name for argument in schema.arguments]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    if isinstance(named.get("scalars"), Tensor):
+        return None
+
+    def part(value: Any, index: int) -> Any:
+        several = isinstance(value, (list, tuple)) and len(value) == count
+        return [value[index]] if several else value
+
+    return [
+        (
+            tuple(part(value, index) for value in args),
+            {key: part(value, index) for key, value in kwargs.items()},
+        )
+        for index in range(count)
+    ]

@@ -30,7 +30,14 @@ from torch.optim import Optimizer
 from elixir_fx.errors import TierError
 from elixir_fx.runtime.heap import HeapTrim
 from elixir_fx.runtime.optimizer_state import Adopt, load_optimizer, optimizer_record
-from elixir_fx.runtime.weights import BLOCK_BYTES, Pending, WeightFiles, listed, write_weights
+from elixir_fx.runtime.weights import (
+    BLOCK_BYTES,
+    Pending,
+    WeightFiles,
+    listed,
+    nbytes_of,
+    write_weights,
+)
 
 VERSION = 1
 RECORD = "checkpoint.json"
@@ -60,7 +67,7 @@ def full_state(
         if id(load) not in made:
             loads.append(load)
             value = load().detach()
-            nbytes = value.numel() * value.element_size()
+            nbytes = nbytes_of(value)
             if folder is None or used + nbytes <= in_memory_bytes or nbytes == 0:
                 used += nbytes
                 made[id(load)] = value.to("cpu", copy=True)
@@ -77,7 +84,7 @@ def _mapped_copy(name: str, value: Tensor, folder: Path) -> Tensor:
     dense = torch.empty_like(value, device="meta")  # the strides that a copy would have
     if value.stride() != dense.stride():
         value = value.clone()
-    nbytes = value.numel() * value.element_size()
+    nbytes = nbytes_of(value)
     memory = value.as_strided((value.numel(),), (1,)).view(torch.uint8).numpy().data
     try:
         descriptor, path = tempfile.mkstemp(prefix="elixir-state-", dir=folder)
@@ -162,7 +169,7 @@ def load(
     with torch.no_grad():
         for name, tensor in names.items():
             tensor.copy_(files.read(name))
-            heap.freed(tensor.numel() * tensor.element_size())
+            heap.freed(nbytes_of(tensor))
     files.close()
     _set_random_state(record["random"])
 
@@ -171,7 +178,7 @@ def pending(name: str, tensor: Tensor) -> Pending:
     """`tensor` to be written as `name`: cloned when it is due, which loads one that is away."""
     return Pending(
         name=name,
-        nbytes=tensor.numel() * tensor.element_size(),
+        nbytes=nbytes_of(tensor),
         dtype=tensor.dtype,
         load=lambda: tensor.detach().clone(),
     )

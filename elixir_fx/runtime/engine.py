@@ -81,8 +81,6 @@ class Engine:
 
     def _enter(self, chunk: Chunk, parameters: Mapping[str, nn.Parameter]) -> None:
         homes = chunk.homes
-        if homes.on_device:
-            return
         if homes.parameters is not Tier.DEVICE:
             self._regions[chunk.id] = self.store.allocate(homes.parameters, align(chunk.nbytes))
         if chunk.trainable and homes.gradients is not Tier.DEVICE:
@@ -97,7 +95,8 @@ class Engine:
             if chunk.id in self._gradient_regions:
                 part = self._part(self._gradient_regions[chunk.id], chunk, piece)
                 entry.gradient = self._home(part, piece, getattr(torch, chunk.dtype), "gradient of")
-            self.entries[parameter] = entry
+            if not homes.on_device:
+                self.entries[parameter] = entry
             self._by_chunk.setdefault(chunk.id, []).append(entry)
 
     @staticmethod
@@ -215,7 +214,8 @@ class Engine:
         `update_numel` elements, or one larger parameter."""
         found: list[list[nn.Parameter]] = []
         for entries in self._by_chunk.values():
-            if not entries[0].chunk.trainable:
+            chunk = entries[0].chunk
+            if not chunk.trainable or chunk.homes.on_device:
                 continue
             unit: list[nn.Parameter] = []
             elements = 0

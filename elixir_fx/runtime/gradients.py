@@ -17,13 +17,8 @@ from torch import Tensor, nn
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Layout, Slice
 from elixir_fx.runtime.away import Source
-from elixir_fx.runtime.parameters import (
-    Accumulation,
-    ChunkGradient,
-    accumulation,
-    pass_by,
-    run_hooks,
-)
+from elixir_fx.runtime.hooks import Accumulation, accumulation, pass_by, run_hooks
+from elixir_fx.runtime.parameters import ChunkGradient
 from elixir_fx.runtime.store import Region, Store, TensorHome
 from elixir_fx.runtime.transfers import Ticket
 

@@ -37,7 +37,7 @@ from torch.overrides import TorchFunctionMode
 
 from elixir_fx.errors import ElixirError, TierError
 from elixir_fx.runtime.heap import HeapTrim
-from elixir_fx.runtime.weights import WeightFiles, listed
+from elixir_fx.runtime.weights import WeightFiles, listed, nbytes_of
 
 Init = Callable[[nn.Module], object]
 Deliver = Callable[[str, nn.Parameter, Tensor], None]
@@ -85,7 +85,7 @@ def materialize(
             values = filler.fill(own, files)
             for slot in own:
                 slot.hand_over(values.pop(slot.path), deliver)
-                heap.freed(slot.tensor.numel() * slot.tensor.element_size())
+                heap.freed(nbytes_of(slot.tensor))
     if files is not None:
         files.close()
     _refuse_meta_attributes(model)

@@ -24,10 +24,11 @@ import torch
 from elixir_fx.errors import PlanError, TierError
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.runtime.rates import copy_links, disk_rates, flops_per_s, stream_bytes_per_s
-from elixir_fx.units import MIB
+from elixir_fx.units import MIB, sizes
 
 VERSION = 1  # of what is measured and how: another one is measured again
 MEASURE_BYTES = 256 * MIB  # of memory that measuring may take
+LEAST_BYTES = MIB // 8  # below this nothing can be measured
 CPU_SHARE = 0.8  # of the memory left that is used unless the user says otherwise
 REPEATS = 5  # of one operator, at most
 REPEAT_S = 0.02  # after which one operator is not repeated any more
@@ -47,8 +48,10 @@ def this_machine(
     On a CPU the tiers are DEVICE (RAM) and, given a folder, DISK. On CUDA they are DEVICE,
     HOST and DISK. DEVICE of a CPU, and HOST, are 0.8 of the memory left over `ranks`
     processes; DISK is what its file system has free. `threads` compute threads are measured.
-    TierError if the folder of `disk` cannot be used.
+    TierError if the folder of `disk` cannot be used, or `memory_bytes` is under 128 KiB.
     """
+    if memory_bytes < LEAST_BYTES:
+        raise TierError(f"measuring takes {sizes(LEAST_BYTES)}; {sizes(memory_bytes)} are allowed")
     if disk is not None and not disk.is_dir():
         raise TierError(f"{disk} is not a folder: the disk tier needs one")
     name = _device_name(device)

@@ -11,10 +11,9 @@ options, the foreach or fused choice and the learning rate that the group has at
 If that last, empty step is interrupted, the hidden gradients count as used: p.grad is None.
 """
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -88,6 +87,9 @@ class _Load:
     value: _Piece | None = None
     gradient: _Piece | None = None
     states: dict[str, tuple[AwayTensor, _Piece]] = field(default_factory=dict)
+    seen: Tensor | None = None  # p.grad as the user sees it
+    lent: Tensor | None = None  # p.grad during the update
+    lent_version: int = 0
 
     def pieces(self) -> Iterator[_Piece]:
         yield from (piece for piece in (self.value, self.gradient) if piece is not None)
@@ -106,9 +108,8 @@ class _Unit:
     leaving: bool = False
 
     def wait(self) -> None:
-        tickets, self.tickets = self.tickets, []
-        for ticket in tickets:
-            ticket.wait()
+        while self.tickets:
+            self.tickets.pop(0).wait()
 
 
 class _Ring:
@@ -171,9 +172,10 @@ class Binding:
             return
         states = self.optimizer.state[parameter]
         for name, state in states.items():
-            if _moves(state, parameter) and not isinstance(state, AwayTensor):
+            at_home = isinstance(state, AwayTensor) and not state.views
+            if _is_elementwise(state, parameter) and not at_home:
                 home = self.engine.state_home(parameter, name, state)
-                home.store(state)
+                home.store(state.load() if isinstance(state, AwayTensor) else state)
                 states[name] = AwayTensor(Source(home))
 
     def adopt_all(self) -> None:
@@ -235,7 +237,7 @@ class Binding:
                 args = (args[0], lambda: loss, *args[2:])
         self._inside = True
         try:
-            self._update()
+            self._update(args, kwargs)
         finally:
             self._inside = False
         for parameter in self._parameters():
@@ -252,10 +254,12 @@ class Binding:
             parameter.grad = gradient
         self._hidden.clear()
 
-    def _update(self) -> None:
+    def _update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         entries = self.engine.entries
         live = {parameter for parameter in self._parameters() if parameter.grad is not None}
-        rest = [parameter for parameter in self._parameters() if parameter not in entries]
+        rest = {parameter for parameter in live if parameter not in entries}
+        for parameter in live - rest:
+            self.adopt(parameter)  # a state that the user replaced
         units = [
             _Unit([p for p in unit if p in live and p in entries]) for unit in self.engine.units()
         ]
@@ -263,8 +267,9 @@ class Binding:
         if streamed:
             with self.engine.update_memory() as arena:
                 streamed = [part for unit in streamed for part in self._fitting(unit, arena)]
-                self._stream(streamed, _Ring(arena))
-        self._step_on(rest)
+                self._stream(streamed, _Ring(arena), _Step(self.optimizer, args, kwargs))
+        if rest:
+            _Step(self.optimizer, args, kwargs)(rest)
 
     def _fitting(self, unit: _Unit, arena: Tensor) -> Iterator[_Unit]:
         """`unit`, in parts where it is more than the arena holds. Runs before any change."""
@@ -301,7 +306,7 @@ class Binding:
     def _nbytes(self, parameter: nn.Parameter) -> int:
         return sum(align(_bytes(home)) for _, home, _ in self._homes(parameter))
 
-    def _stream(self, units: Sequence[_Unit], ring: _Ring) -> None:
+    def _stream(self, units: Sequence[_Unit], ring: _Ring, step: "_Step") -> None:
         following = deque(units)
         current: _Unit | None = None
         try:
@@ -312,7 +317,7 @@ class Binding:
                     assert reserved, "nothing is at work in the ring"
                 ahead = following[0] if following and self._fetch(following[0], ring) else None
                 current.wait()
-                self._step_unit(current)
+                self._step_unit(current, step)
                 current.leaving = True
                 current = following.popleft() if ahead is not None else None
         finally:
@@ -339,16 +344,124 @@ class Binding:
                     load.gradient = piece
         return True
 
-    def _step_unit(self, unit: _Unit) -> None:
+    def _step_unit(self, unit: _Unit, step: "_Step") -> None:
         """Update one unit on ordinary tensors and start to send home what changed."""
-        done = False
-        with _all(self._ordinary(load) for load in unit.loads) as finish:
-            self._step_on(unit.parameters)
-            done = True
+        try:
+            for load in unit.loads:
+                self._lend(load)
+            step(set(unit.parameters))
             for load in unit.loads:
                 self._collect(load)
-            finish()
-        assert done
+        finally:
+            for load in unit.loads:
+                self._recall(load)
         for load in unit.loads:
             unit.tickets += [piece.home.put(piece.flat) for piece in load.pieces() if piece.writes]
             self.adopt(load.parameter)
+
+    def _lend(self, load: _Load) -> None:
+        parameter = load.parameter
+        load.seen = parameter.grad
+        if load.value is not None:
+            lend(parameter, load.value.view)
+        if load.gradient is not None:
+            parameter.grad = load.gradient.view
+        elif isinstance(load.seen, AwayTensor):
+            parameter.grad = load.seen.snapshot()
+        load.lent = parameter.grad
+        load.lent_version = version(load.lent) if load.lent is not None else 0
+        for name, (_, piece) in load.states.items():
+            self.optimizer.state[parameter][name] = piece.view
+
+    def _collect(self, load: _Load) -> None:
+        """Note what the update wrote, also where it put a new tensor in place of ours."""
+        parameter = load.parameter
+        if load.value is not None:
+            if parameter.data_ptr() != load.value.view.data_ptr():
+                load.value.view.copy_(parameter.detach())
+            load.value.writes = True
+        if load.gradient is not None and load.lent is not None:
+            load.gradient.writes = version(load.lent) != load.lent_version and not any(
+                group.get("fused") for group in self.optimizer.param_groups
+            )
+            # Fused kernels claim to write the gradient; only unscaling does.
+            load.gradient.writes |= getattr(self.optimizer, "grad_scale", None) is not None
+        states = self.optimizer.state[parameter]
+        for name, (_, piece) in load.states.items():
+            found = states.get(name)
+            if found is not piece.view and isinstance(found, Tensor):
+                if found.shape != piece.view.shape or found.dtype != piece.view.dtype:
+                    continue
+                piece.view.copy_(found)
+                states[name] = piece.view
+            piece.writes = found is not None
+
+    def _recall(self, load: _Load) -> None:
+        parameter = load.parameter
+        states = self.optimizer.state[parameter] if load.states else {}
+        for name, (state, piece) in load.states.items():
+            if states.get(name) is piece.view:
+                states[name] = state
+        if parameter.grad is load.lent:
+            parameter.grad = load.seen
+        if load.value is not None:
+            recall(parameter, changed=load.value.writes)
+
+
+class _Step:
+    """The optimizer's own update, on some of its parameters at a time."""
+
+    def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.optimizer, self.args, self.kwargs = optimizer, args, kwargs
+
+    def __call__(self, chosen: Collection[nn.Parameter]) -> None:
+        """Run it; the groups' dicts are the same objects, only "params" is shorter."""
+        optimizer = self.optimizer
+        groups = optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        try:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = [p for p in parameters if p in chosen]
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            own_step(optimizer)(*self.args, **self.kwargs)
+        finally:
+            optimizer.param_groups = groups
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+
+def bind(optimizer: Optimizer, engine: Engine) -> Binding:
+    """Stream the steps of `optimizer` through `engine`'s memory from now on.
+
+    States that exist already move to their homes. PlanError for an optimizer that needs all
+    parameters at once (LBFGS), that is differentiable, or that cannot be probed, if anything
+    of its parameters is away.
+    """
+    return Binding(optimizer, engine)
+
+
+def _bytes(home: Home) -> int:
+    return home.span * home.dtype.itemsize
+
+
+def _is_elementwise(state: Any, parameter: nn.Parameter) -> bool:
+    """Whether a state goes where the parameter's states go; counters and factors do not."""
+    return isinstance(state, Tensor) and state.dim() > 0 and state.shape == parameter.shape
+
+
+def _ordinary_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The state dict with tensors of its own on the CPU."""
+    ordinary: dict[str, Any] = _ordinary(state_dict)
+    return ordinary
+
+
+def _ordinary(value: Any) -> Any:
+    if isinstance(value, AwayTensor):
+        return value.snapshot().cpu()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _ordinary(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_ordinary(item) for item in value)
+    return value

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from elixir_fx.errors import TierError
 from elixir_fx.runtime.heap import HeapTrim
-from elixir_fx.runtime.weights import WeightFiles, listed
+from elixir_fx.runtime.weights import WeightFiles, listed, nbytes_of
 
 Adopt = Callable[[nn.Parameter], object]
 
@@ -83,7 +83,7 @@ def load_optimizer(
                 own[key] = _restored(own.get(key), value, files, device)
             if adopt is not None:
                 adopt(parameter)
-            heap.freed(parameter.numel() * parameter.element_size() * len(values))
+            heap.freed(nbytes_of(parameter) * len(values))
     files.close()
 
 

@@ -21,18 +21,18 @@ after the value has changed (RuntimeError: take it again).
 Underscored torch names in this file were tried on torch 2.11 and 2.13.
 """
 
-import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, Self, TypeVar, cast
+from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, increment_version
+from torch.optim import Optimizer
 
 from elixir_fx.errors import ElixirError
-from elixir_fx.runtime.away import Home, Source
+from elixir_fx.runtime.away import Home, Source, found, one_at_a_time, replaced
 
 _raw = torch._C.DisableTorchFunctionSubclass
 _aten = torch.ops.aten
@@ -66,7 +66,6 @@ _FACTORIES = frozenset(
 _SAME = frozenset({_aten.detach.default, _aten.alias.default})
 
 
-T = TypeVar("T")
 # One step from a tensor to a view of it.
 View = Callable[[Tensor], Tensor]
 
@@ -141,7 +140,7 @@ class AwayTensor(Tensor):
                 f"{func} would change the shape or storage of {_path(args)}, whose value is away: "
                 "do it within elixir_fx.full_parameters(model)"
             )
-        one_by_one = _split(func, args, kwargs)
+        one_by_one = one_at_a_time(func._schema, args, kwargs)
         if one_by_one is None:
             return _run(func, args, kwargs)
         # One element after the other, or a clipped model would be in memory at once.
@@ -264,40 +263,17 @@ class ChunkGradient(AwayTensor):
 
 
 def _path(values: Any) -> str:
-    return ", ".join(sorted({tensor.source.home.path for tensor in _found(values, AwayTensor)}))
-
-
-def _found(values: Any, kind: type[T]) -> list[T]:
-    if isinstance(values, kind):
-        return [values]
-    if isinstance(values, dict):
-        values = tuple(values.values())
-    if isinstance(values, (list, tuple)):
-        return [found for value in values for found in _found(value, kind)]
-    return []
-
-
-def _replaced(values: Any, kind: type, new: Callable[[Any], Any]) -> Any:
-    """`values` with each `kind` in it, however deep in lists, tuples and dicts, replaced."""
-    if isinstance(values, kind):
-        return new(values)
-    if isinstance(values, dict):
-        return {key: _replaced(value, kind, new) for key, value in values.items()}
-    if isinstance(values, tuple) and hasattr(values, "_fields"):
-        return type(values)(*(_replaced(value, kind, new) for value in values))
-    if isinstance(values, (list, tuple)):
-        return type(values)(_replaced(value, kind, new) for value in values)
-    return values
+    return ", ".join(sorted({tensor.source.home.path for tensor in found(values, AwayTensor)}))
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on loaded values, then send home what its schema says it wrote."""
-    tensors = _found((args, kwargs), AwayTensor)
+    tensors = found((args, kwargs), AwayTensor)
     written: list[AwayTensor] = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            written += _found(value, AwayTensor)
+            written += found(value, AwayTensor)
     loaded: dict[Source, Tensor] = {}
     if func in _OVERWRITES and len({tensor.source for tensor in tensors}) == len(tensors):
         loaded = {tensor.source: tensor.source.blank() for tensor in written if not tensor.views}
@@ -312,42 +288,12 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         alive.append(value)
         return value
 
-    result = func(*_replaced(args, AwayTensor, plain), **_replaced(kwargs, AwayTensor, plain))
+    result = func(*replaced(args, AwayTensor, plain), **replaced(kwargs, AwayTensor, plain))
     for source in dict.fromkeys(tensor.source for tensor in written):
         source.store(loaded[source])
     owners = {tensor.owner for tensor in written if tensor.owner is not None}
     increment_version([owner for owner in (ref() for ref in owners) if owner is not None])
-    return _replaced(result, Tensor, lambda value: back.get(id(value), value))
-
-
-def _split(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-    """The calls on one element each that a call on lists stands for; None if it is not one."""
-    name = func._schema.name.removeprefix("aten::").lstrip("_")
-    if not name.startswith(("foreach", "fused", "amp_foreach")):
-        return None
-    given = [*args, *kwargs.values()]
-    lists = [value for value in given if isinstance(value, (list, tuple)) and _found(value, Tensor)]
-    count = len(lists[0]) if lists else 0
-    if count < 2 or any(len(value) not in (0, count) for value in lists):
-        return None
-    names = [argument.name for argument in func._schema.arguments]
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
-    if isinstance(named.get("scalars"), Tensor):
-        return None
-
-    def part(value: Any, index: int) -> Any:
-        several = isinstance(value, (list, tuple)) and len(value) == count
-        return [value[index]] if several else value
-
-    return [
-        (
-            tuple(part(value, index) for value in args),
-            {key: part(value, index) for key, value in kwargs.items()},
-        )
-        for index in range(count)
-    ]
+    return replaced(result, Tensor, lambda value: back.get(id(value), value))
 
 
 def _assign(tensor: AwayTensor, value: Tensor) -> None:
@@ -397,16 +343,16 @@ _METHODS = (
 
 def _metadata() -> frozenset[Any]:
     """Functions of a parameter that read neither its value nor its storage."""
-    found = {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
+    functions = {getattr(Tensor, name) for name in _METHODS.split() if hasattr(Tensor, name)}
     for name in _FIELDS.split():
         field = getattr(Tensor, name, None)
         for access in ("__get__", "__set__", "__delete__"):
             if hasattr(field, access):
-                found.add(getattr(field, access))
+                functions.add(getattr(field, access))
     for name in ("is_floating_point", "is_complex", "is_signed", "numel", "is_inference"):
-        found.add(getattr(torch, name))
-    found.add(torch._has_compatible_shallow_copy_type)
-    return frozenset(found)
+        functions.add(getattr(torch, name))
+    functions.add(torch._has_compatible_shallow_copy_type)
+    return frozenset(functions)
 
 
 _METADATA = _metadata()
@@ -454,11 +400,11 @@ class AwayParameter(nn.Parameter):
             kwargs["inputs"] = _edges(kwargs["inputs"])
         # One alias for each mention, the last mention's first: then gradients of several uses
         # arrive in the order in which eager adds them up.
-        mentioned = _found((args, kwargs), AwayParameter)
+        mentioned = found((args, kwargs), AwayParameter)
         aliases = [parameter.stand_in() for parameter in reversed(mentioned)][::-1]
         following = iter(aliases)
-        inner_args = _replaced(args, AwayParameter, lambda _: next(following))
-        inner_kwargs = _replaced(kwargs, AwayParameter, lambda _: next(following))
+        inner_args = replaced(args, AwayParameter, lambda _: next(following))
+        inner_kwargs = replaced(kwargs, AwayParameter, lambda _: next(following))
         try:
             result = _OWN_METHODS.get(func, func)(*inner_args, **inner_kwargs)
         except RuntimeError as error:
@@ -467,7 +413,7 @@ class AwayParameter(nn.Parameter):
             whole = str(error).startswith(("Output 0 of _Fetch ", "Output 0 of _FetchBackward "))
             raise RuntimeError(("a " if whole else "a view of a ") + _IN_PLACE) from None
         originals = dict(zip(map(id, aliases), mentioned, strict=True))
-        return _replaced(result, Tensor, lambda value: originals.get(id(value), value))
+        return replaced(result, Tensor, lambda value: originals.get(id(value), value))
 
     def stand_in(self) -> Tensor:
         """A new alias of this parameter for one call, part of autograd if it is on."""
@@ -497,20 +443,20 @@ class AwayParameter(nn.Parameter):
 
 
 def _edges(inputs: Any) -> Any:
-    return _replaced(inputs, AwayParameter, lambda leaf: GradientEdge(accumulator(leaf), 0))
+    return replaced(inputs, AwayParameter, lambda leaf: GradientEdge(accumulator(leaf), 0))
 
 
 def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     """torch.autograd.grad, which must find the parameters' own places in the graph."""
-    outputs = _replaced(outputs, AwayParameter, AwayParameter.stand_in)
+    outputs = replaced(outputs, AwayParameter, AwayParameter.stand_in)
     if not kwargs.pop("materialize_grads", False):
         return torch.autograd.grad(outputs, _edges(inputs), *args, **kwargs)
     kwargs["allow_unused"] = True
-    found = torch.autograd.grad(outputs, _edges(inputs), *args, **kwargs)
+    gradients = torch.autograd.grad(outputs, _edges(inputs), *args, **kwargs)
     leaves = (inputs,) if isinstance(inputs, Tensor) else inputs
     return tuple(
         torch.zeros_like(leaf) if gradient is None else gradient
-        for gradient, leaf in zip(found, leaves, strict=True)
+        for gradient, leaf in zip(gradients, leaves, strict=True)
     )
 
 
@@ -595,14 +541,6 @@ def plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.__class__ = AwayParameter
 
 
-class Accumulation(enum.Enum):
-    """What the running backward pass does with a parameter's gradient (law 11)."""
-
-    ACCUMULATE = "accumulate"  # into p.grad
-    CAPTURE = "capture"  # returned by autograd.grad
-    SKIP = "skip"
-
-
 def accumulator(parameter: nn.Parameter) -> Node:
     """The node of the autograd graph that accumulates into `parameter`.
 
@@ -616,95 +554,67 @@ def accumulator(parameter: nn.Parameter) -> Node:
         return cast(Node, function.next_functions[0][0])
 
 
-def accumulation(parameter: nn.Parameter) -> Accumulation:
-    """What the backward pass under way on this thread will do with `parameter`'s gradient.
+def executes(node: Node) -> bool | None:
+    """Whether the backward pass under way runs a leaf's `node`; None if it is asked for it.
 
     RuntimeError outside a backward pass.
     """
     try:
-        runs = torch._C._will_engine_execute_node(accumulator(parameter))
+        return torch._C._will_engine_execute_node(node)
     except RuntimeError as error:
         if "autograd.grad" not in str(error):
             raise
-        return Accumulation.CAPTURE
-    return Accumulation.ACCUMULATE if runs else Accumulation.SKIP
+        return None
 
 
-class _UnlessNone:
-    """A tensor hook of the user's that autograd's own call with no gradient passes by."""
-
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
-        self.hook = hook
-
-    def __call__(self, gradient: Tensor | None) -> Tensor | None:
-        return None if gradient is None else self.hook(gradient)
+def tensor_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """The hooks of `parameter.register_hook`, live, by the key of their handle."""
+    return parameter._backward_hooks or {}
 
 
-class _UnlessUnchanged:
-    """A post-accumulate hook of the user's that is not told of a gradient that did not come.
-
-    `before` is what p.grad was when our backward function returned None, or None.
-    """
-
-    def __init__(self, hook: Callable[[Tensor], None]) -> None:
-        self.hook = hook
-        self.before: tuple[int, int] | None = None
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        before, self.before = self.before, None
-        if before is None or before != self.state(parameter):
-            self.hook(parameter)
-
-    @staticmethod
-    def state(parameter: nn.Parameter) -> tuple[int, int]:
-        gradient = parameter.grad
-        return (0, 0) if gradient is None else (id(gradient), gradient._version)
-
-
-def run_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """What the tensor hooks of `parameter` make of `gradient`, in autograd's order.
-
-    For a backward function that accumulates by itself and returns None to autograd. Autograd
-    calls the tensor hooks even so, with None; they are wrapped here so as not to notice. It
-    also calls the post-accumulate hooks, once per pass when every use of the parameter has
-    accumulated, which is right: nobody else may.
-    RuntimeError or TypeError, in autograd's words, for a hook that returns something else
-    than a tensor of the same shape and device.
-    """
-    for hook in _quiet_hooks(parameter):
-        changed = hook(gradient)
-        if changed is None:
-            continue
-        if not isinstance(changed, Tensor):
-            raise TypeError(f"expected Variable, but hook returned '{type(changed).__name__}'")
-        if changed.shape != gradient.shape or changed.device != gradient.device:
-            raise RuntimeError("hook has changed the size or device of value")
-        gradient = changed
-    return gradient
-
-
-def pass_by(parameter: nn.Parameter) -> None:
-    """Keep hooks quiet about a parameter that got no gradient in this pass.
-
-    For a backward function that returns None for it and accumulates nothing: in eager its
-    hooks would not run. They do if another use of the parameter brings a gradient.
-    """
-    _quiet_hooks(parameter)
-    hooks = parameter._post_accumulate_grad_hooks or {}
-    for key, hook in tuple(hooks.items()):
-        if not isinstance(hook, _UnlessUnchanged):
-            hooks[key] = hook = _UnlessUnchanged(hook)
-        hook.before = _UnlessUnchanged.state(parameter)
-
-
-def _quiet_hooks(parameter: nn.Parameter) -> list[_UnlessNone]:
-    hooks = parameter._backward_hooks or {}
-    for key, hook in tuple(hooks.items()):
-        if not isinstance(hook, _UnlessNone):
-            hooks[key] = _UnlessNone(hook)  # under its key: the user's handle still removes it
-    return list(hooks.values())
+def post_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """The hooks of `parameter.register_post_accumulate_grad_hook`, live."""
+    return parameter._post_accumulate_grad_hooks or {}
 
 
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place."""
     return tensor._version
+
+
+class HookHandles:
+    """Two hooks around the step of one optimizer object; see `attach_step_hooks`."""
+
+    def __init__(self, optimizer: Optimizer, before: Any, after: Any) -> None:
+        self._optimizer, self._before, self._after = optimizer, before, after
+
+    def remove(self) -> None:
+        self._before.remove()
+        self._after.remove()
+        self._optimizer.__dict__.pop("register_step_pre_hook", None)
+
+
+def attach_step_hooks(
+    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> HookHandles:
+    """Run `before` as the last thing before each step of `optimizer`, `after` as the first
+    one after it, whenever the user registers hooks of their own: those see the gradients."""
+    pre = optimizer.register_step_pre_hook(before)
+    post = optimizer.register_step_post_hook(after)
+    cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(post.id, last=False)
+
+    def register(hook: Callable[..., Any]) -> Any:
+        handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+        cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(pre.id)
+        return handle
+
+    optimizer.register_step_pre_hook = register  # type: ignore[method-assign]
+    return HookHandles(optimizer, pre, post)
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Accumulation", "accumulation", "pass_by", "run_hooks"):
+        from elixir_fx.runtime import hooks
+
+        return getattr(hooks, name)
+    raise AttributeError(name)

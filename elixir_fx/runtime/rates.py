@@ -29,7 +29,9 @@ FILE_BYTES = 256 * MIB
 BLOCK_BYTES = 8 * MIB  # of one read or write
 PAGE_BYTES = 4096
 EXPERIMENT_S = 0.25  # that one experiment runs, at most a block longer
-MATMUL_S = 0.01  # a product that takes this long is large enough
+MATMUL_S = 0.01  # that the largest product takes at least,
+LARGE_MATMUL = 1024  # with this many rows,
+SLOW_MATMUL_S = 0.1  # unless a smaller one takes this long already
 
 
 def flops_per_s(device: torch.device, threads: int, memory_bytes: int) -> dict[str, float]:
@@ -42,15 +44,20 @@ def flops_per_s(device: torch.device, threads: int, memory_bytes: int) -> dict[s
 
 
 def _matmul_flops_per_s(device: torch.device, dtype: torch.dtype, memory_bytes: int) -> float:
-    """Grows the product until it takes MATMUL_S, then takes the best of a few."""
-    size = 256
+    """The best rate of growing products, up to one that is large and takes MATMUL_S.
+
+    A small product alone says nothing: on a busy machine its threads wait for each other.
+    """
+    best = 0.0
+    size = 256 if memory_bytes >= MIB else 64
     while True:
         left, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         seconds = _best_s(partial(torch.matmul, left, left, out=out), device)
-        rate = 2 * size**3 / seconds
+        best = max(best, 2 * size**3 / seconds)
         grown = 2 * (2 * size) ** 2 * dtype.itemsize
-        if seconds >= MATMUL_S or grown > memory_bytes:
-            return rate
+        enough = size >= LARGE_MATMUL and seconds >= MATMUL_S
+        if enough or seconds >= SLOW_MATMUL_S or grown > memory_bytes:
+            return best
         size *= 2
 
 
@@ -142,12 +149,9 @@ class DiskRates:
 def disk_rates(folder: Path, threads: int, memory_bytes: int) -> DiskRates:
     """Measure the disk that holds `folder`. TierError if it cannot be written there."""
     room = min(FILE_BYTES, disk_usage(folder).free // 4) // BLOCK_BYTES * BLOCK_BYTES
-    if room < 2 * BLOCK_BYTES or memory_bytes < 4 * MIB:
-        raise TierError(
-            f"{folder} has {sizes(disk_usage(folder).free)} free: too little for a disk tier"
-            if room < 2 * BLOCK_BYTES
-            else f"{sizes(memory_bytes)} are too little memory to measure the disk of {folder}"
-        )
+    if room < 2 * BLOCK_BYTES:
+        free = sizes(disk_usage(folder).free)
+        raise TierError(f"{folder} has {free} free: too little for a disk tier")
     block_bytes = min(BLOCK_BYTES, memory_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
     try:
         with _ScratchFile(folder, block_bytes) as file:
@@ -157,10 +161,7 @@ def disk_rates(folder: Path, threads: int, memory_bytes: int) -> DiskRates:
             half = max(block_bytes, extent // 2 // block_bytes * block_bytes)
             both = file.both(_Range(0, half), _Range(min(half, extent - block_bytes), extent))
             latency_s = file.latency_s()
-            shares = [
-                file.compute_share(_Range(0, extent), threads, memory_bytes, writes=writes)
-                for writes in (False, True)
-            ]
+            shares = file.compute_shares(_Range(0, extent), threads, memory_bytes)
     except OSError as error:
         raise TierError(f"cannot measure the disk of {folder}: {error}") from error
     return DiskRates(
@@ -272,29 +273,31 @@ class _ScratchFile:
             runs.append(perf_counter() - start)
         return statistics.median(runs)
 
-    def compute_share(
-        self, extent: _Range, threads: int, memory_bytes: int, *, writes: bool
-    ) -> float:
-        """The part of a matrix product's speed that is lost while the disk streams."""
-        size = 512 if memory_bytes >= 16 * MIB else 256
+    def compute_shares(
+        self, extent: _Range, threads: int, memory_bytes: int
+    ) -> tuple[float, float]:
+        """The part of a matrix product's speed that is lost beside a reader, and a writer."""
+        size = next(size for size in (512, 256, 64) if 16 * size**2 <= memory_bytes)
         left, out = torch.ones(size, size), torch.empty(size, size)
 
-        def products() -> int:
+        def products(seconds: float) -> float:
             count = 0
             start = perf_counter()
-            while perf_counter() - start < EXPERIMENT_S:
+            while not count or perf_counter() - start < seconds:
                 torch.matmul(left, left, out=out)
                 count += 1
-            return count
+            return count / (perf_counter() - start)
 
-        stop = threading.Event()
-        with compute_threads(threads):
-            products()
-            alone = products()
+        def share(writes: bool, alone: float) -> float:
+            stop = threading.Event()
             with self._streaming(extent, stop, writes=writes):
-                beside = products()
-                stop.set()
-        return min(0.95, max(0.0, 1 - beside / alone))
+                beside = products(EXPERIMENT_S)
+            return min(0.95, max(0.0, 1 - beside / alone))
+
+        with compute_threads(threads):
+            products(EXPERIMENT_S / 5)
+            alone = products(EXPERIMENT_S)
+            return share(False, alone), share(True, alone)
 
     @contextmanager
     def _streaming(

@@ -53,6 +53,11 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, from what is known without its values."""
+    return tensor.shape.numel() * tensor.dtype.itemsize
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """What a file says of one tensor."""

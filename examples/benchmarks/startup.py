@@ -18,7 +18,7 @@ import torch
 from common import GIB, sizes
 
 import elixir_fx
-import elixir_fx.api
+import elixir_fx.lowering
 
 
 def start(args: argparse.Namespace, config: common.Config) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def start(args: argparse.Namespace, config: common.Config) -> dict[str, Any]:
     model: Any = common.build(config, meta=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
-    search, search_s = elixir_fx.api.search, []
+    search, search_s = elixir_fx.lowering.search, []
 
     def timed_search(*values: Any, **named: Any) -> Any:
         begin = time.perf_counter()
@@ -39,7 +39,7 @@ def start(args: argparse.Namespace, config: common.Config) -> dict[str, Any]:
             search_s.append(time.perf_counter() - begin)
 
     begin = time.perf_counter()
-    with patch.object(elixir_fx.api, "search", timed_search):
+    with patch.object(elixir_fx.lowering, "search", timed_search):
         plan = elixir_fx.plan(
             model, inputs, memory=args.memory, disk_memory=64 * GIB, optimizer="adamw"
         )

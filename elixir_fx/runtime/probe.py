@@ -1,0 +1,261 @@
+"""What an optimizer keeps and needs, learned by stepping a copy of it on small tensors.
+
+The planner reads the result (`OptimizerFacts`) before the first step, `optimizer.bind` to
+know whether updates may run on one unit of parameters at a time.
+"""
+
+import inspect
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from elixir_fx.errors import PlanError
+from elixir_fx.facts import OptimizerFacts
+from elixir_fx.runtime.away import found
+
+_ROWS = (64, 128)  # of the two sizes that tell scratch per element from scratch per step
+_COLUMNS = 64
+_STEPS = 2  # the first one makes the states, the second is measured
+# Options that change neither states nor memory, so that groups differing in them are alike.
+_RATES = frozenset({"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr"})
+# What the user's own optimizers may raise when they meet a parameter they were not made for.
+_FAILURES = (
+    RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError,
+    ArithmeticError,
+)  # fmt: skip
+
+
+def own_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The class's `step` without the wrapper that runs the optimizer's hooks."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
+
+
+def probe(optimizer: Optimizer | str, dtype: torch.dtype | None = None) -> OptimizerFacts:
+    """Learn an optimizer's states, scratch and traffic, in bytes per element of a parameter.
+
+    `optimizer` is an object, which is left as it is, or a name such as "adamw" for planning
+    without one. `dtype` is the parameters'; by default that of the first floating one, or
+    float32. Where groups differ, the facts are those of the most demanding one.
+    PlanError names an optimizer that cannot be stepped on an ordinary dense parameter.
+    """
+    if isinstance(optimizer, str):
+        optimizer = _named(optimizer)
+    kinds = {
+        tuple(
+            sorted((key, repr(value)) for key, value in group.items() if key not in _RATES)
+        ): group
+        for group in optimizer.param_groups
+    }
+    facts = [_probe_group(optimizer, group, dtype) for group in kinds.values()]
+    return OptimizerFacts(
+        name=type(optimizer).__name__,
+        states=max(facts, key=lambda one: one.state_bytes).states,
+        scratch_bytes=max(one.scratch_bytes for one in facts),
+        read_bytes=max(one.read_bytes for one in facts),
+        elementwise=all(one.elementwise for one in facts),
+        global_state=any(one.global_state for one in facts),
+    )
+
+
+def _named(name: str) -> Optimizer:
+    makers: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "adamw_amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),
+        "adamw_fused": lambda p: torch.optim.AdamW(p, fused=True),
+        "adafactor": torch.optim.Adafactor,
+        "adagrad": torch.optim.Adagrad,
+        "adadelta": torch.optim.Adadelta,
+        "adamax": torch.optim.Adamax,
+        "lbfgs": torch.optim.LBFGS,
+        "muon": torch.optim.Muon,
+        "nadam": torch.optim.NAdam,
+        "radam": torch.optim.RAdam,
+        "rmsprop": torch.optim.RMSprop,
+        "rprop": torch.optim.Rprop,
+        "sgd": torch.optim.SGD,
+        "sgd_momentum": lambda p: torch.optim.SGD(p, momentum=0.9),
+    }
+    if name not in makers:
+        raise PlanError(
+            f"no optimizer is called {name!r}; known names are {', '.join(sorted(makers))}. "
+            "Or give the optimizer object"
+        )
+    return makers[name]([nn.Parameter(torch.zeros(2, 2))])
+
+
+def _probe_group(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype | None
+) -> OptimizerFacts:
+    name = type(optimizer).__name__
+    floats = [p for p in group["params"] if p.is_floating_point()]
+    dtype = dtype or (floats[0].dtype if floats else torch.float32)
+    device = floats[0].device if floats else torch.device("cpu")
+    device = torch.device("cpu") if device.type == "meta" else device
+    if _needs_closure(optimizer):
+        history = int(group.get("history_size", 1))
+        states = (("history", (2 * history + 3) * dtype.itemsize),)
+        return OptimizerFacts(
+            name=name,
+            states=states,
+            scratch_bytes=3 * dtype.itemsize,
+            read_bytes=2 * states[0][1],
+            elementwise=False,
+            global_state=True,
+        )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            trials = [_Trial(optimizer, group, _values(rows, dtype, device)) for rows in _ROWS]
+            halves = [
+                _Trial(optimizer, group, part) for part in _values(_ROWS[0], dtype, device).chunk(2)
+            ]
+    except _FAILURES as error:
+        raise PlanError(
+            f"{name} cannot be planned for: a step on a dense {dtype} parameter of "
+            f"{_ROWS[0]} x {_COLUMNS} elements failed: {error}. Use an optimizer that can do this"
+        ) from error
+    small, large = trials
+    elements = large.parameter.numel() - small.parameter.numel()
+    tolerance = 1e-5 if dtype.itemsize >= 4 else 2e-2
+    joined = torch.cat([half.parameter.detach() for half in halves])
+    return OptimizerFacts(
+        name=name,
+        states=small.states(),
+        scratch_bytes=max(0, math.ceil((large.meter.peak - small.meter.peak) / elements)),
+        read_bytes=max(0, math.ceil((large.meter.traffic - small.meter.traffic) / elements)),
+        elementwise=small.whole_states()
+        and torch.allclose(joined, small.parameter.detach(), rtol=tolerance, atol=1e-8),
+        global_state=small.global_state,
+    )
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(own_step(optimizer)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _values(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Values whose two halves differ in size, so that an update over all of them shows."""
+    ramp = torch.linspace(-1, 1, rows * _COLUMNS, device=device).view(rows, _COLUMNS).sin()
+    ramp[rows // 2 :] *= 8
+    return ramp.to(dtype)
+
+
+class _Trial:
+    """A copy of an optimizer after a few steps on one parameter."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], values: Tensor) -> None:
+        self.parameter = nn.Parameter(values.clone())
+        copied: Optimizer = object.__new__(type(optimizer))
+        copied.__dict__.update(optimizer.__dict__)
+        options = {
+            key: value.detach().to(values.device, copy=True) if isinstance(value, Tensor) else value
+            for key, value in group.items()
+        }
+        if "capturable" in options and values.device.type == "cpu":
+            options["capturable"] = False
+        copied.state = defaultdict(dict)
+        self._start(copied, optimizer, options)
+        copied.param_groups = [options]
+        options["params"] = [self.parameter]
+        before = self._settings(copied)
+        self.meter = _Meter()
+        for step in range(_STEPS):
+            self.parameter.grad = values.cos() * values * (step + 1)
+            known = [self.parameter, self.parameter.grad, *found(dict(copied.state), Tensor)]
+            self.meter = _Meter(found(options, Tensor) + known)
+            with self.meter:
+                own_step(copied)(copied)
+        self.found = dict(copied.state.get(self.parameter, {}))
+        strange = [key for key in copied.state if key is not self.parameter]
+        self.global_state = bool(strange) or before != self._settings(copied)
+
+    def _start(self, copied: Optimizer, optimizer: Optimizer, options: dict[str, Any]) -> None:
+        """Give the copy the states that its constructor makes, as Adagrad's does."""
+        if not isinstance(optimizer, torch.optim.Adagrad):
+            return
+        start = options["initial_accumulator_value"]
+        copied.state[self.parameter] = {
+            "step": torch.tensor(0.0),
+            "sum": torch.full_like(self.parameter, start, requires_grad=False),
+        }
+
+    @staticmethod
+    def _settings(optimizer: Optimizer) -> dict[str, str]:
+        """Options and public attributes, which an update of single parameters leaves alone."""
+        plain = (bool, int, float, str, Tensor)
+        return {
+            name: repr(value)
+            for source in (optimizer.param_groups[0], vars(optimizer))
+            for name, value in source.items()
+            if isinstance(value, plain) and not name.startswith("_")
+        }
+
+    def whole_states(self) -> bool:
+        """Whether every state is of the parameter's shape or a counter."""
+        return all(
+            state.shape == self.parameter.shape or state.numel() == 1
+            for state in found(self.found, Tensor)
+        )
+
+    def states(self) -> tuple[tuple[str, int], ...]:
+        return tuple(
+            (name, state.element_size())
+            for name, state in self.found.items()
+            if isinstance(state, Tensor) and state.shape == self.parameter.shape
+        )
+
+
+class _Meter(TorchFunctionMode):
+    """Counts the memory born under it (`peak`) and what operations read and wrote (`traffic`)."""
+
+    def __init__(self, known: list[Tensor] | None = None) -> None:
+        super().__init__()
+        self.peak = self.traffic = self._live = 0
+        self._known = known or []  # held, so that their addresses stay theirs
+        self._holders: dict[int, int] = {}
+        self._seen: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):
+            return result
+        given, made = found((args, kwargs), Tensor), found(result, Tensor)
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in [*given, *self._known]}
+        fresh = [t for t in made if t.untyped_storage().data_ptr() not in addresses]
+        writes = name.endswith("_") and not name.endswith("__")
+        if fresh or writes:
+            written = found(args[0], Tensor) if writes and args else fresh
+            self.traffic += sum(tensor.nbytes for tensor in [*given, *written])
+        for tensor in made:
+            self._hold(tensor)
+        return result
+
+    def _hold(self, tensor: Tensor) -> None:
+        address, nbytes = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
+        known = any(address == one.untyped_storage().data_ptr() for one in self._known)
+        if known or not address or id(tensor) in self._seen:
+            return
+        self._seen.add(id(tensor))
+        if not self._holders.get(address):
+            self._live += nbytes
+            self.peak = max(self.peak, self._live)
+        self._holders[address] = self._holders.get(address, 0) + 1
+        weakref.finalize(tensor, self._drop, id(tensor), address, nbytes)
+
+    def _drop(self, identity: int, address: int, nbytes: int) -> None:
+        self._seen.discard(identity)
+        self._holders[address] -= 1
+        if not self._holders[address]:
+            self._live -= nbytes
