@@ -59,7 +59,10 @@ def compile(
     _check_model(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ElixirError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim optimizer")
-    compiled = ElixirModule(Session(model, optimizer, read_options(options)))
+    read = read_options(options)
+    if read.disk_memory is not None and read.disk is None:
+        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
+    compiled = ElixirModule(Session(model, optimizer, read))
     if example_inputs is not None:
         args, kwargs = _inputs(example_inputs)
         compiled._session.prepare(args, kwargs)
@@ -76,6 +79,7 @@ def plan(
     """Plan without running: what `compile()` with these options would decide.
 
     The model may be on meta and is left as it is. `optimizer` may be a name ("adamw", "sgd").
+    `disk_memory` plans for a disk tier without naming a folder.
     Raises as `compile()` does.
     """
     _check_model(model)

@@ -66,8 +66,6 @@ def read_options(given: Mapping[str, Any]) -> Options:
             values[name] = Path(values[name])
     if "disk" in values:
         values["disk"] = _folder(values["disk"])
-    if "disk_memory" in values and "disk" not in values:
-        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
     if "keep" in values:
         values["keep"] = {path: _tier(path, tier) for path, tier in values["keep"].items()}
     if "plan" in values and not isinstance(values["plan"], Plan):
@@ -122,8 +120,7 @@ def limits(options: Options, machine: Machine) -> Limits:
     if not machine.unified:
         host = machine.memory.get(Tier.HOST, 0)
         host = options.host_memory if options.host_memory is not None else host
-    disk = 0
-    if options.disk is not None:
-        disk = machine.memory.get(Tier.DISK, 0)
-        disk = options.disk_memory if options.disk_memory is not None else disk
+    disk = options.disk_memory
+    if disk is None:
+        disk = machine.memory.get(Tier.DISK, 0) if options.disk is not None else 0
     return Limits(device=device, host=host, disk=disk)

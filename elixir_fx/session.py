@@ -6,11 +6,13 @@ go straight through the guards; a new graph is lowered onto the same layout.
 """
 
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +61,7 @@ class Session:
         self.device = compute_device(model)
         self.progress = Progress()
         self.machine = options.machine or this_machine(
-            self.device, options.disk, threads=torch.get_num_threads()
+            self.device, _disk_to_measure(options), threads=torch.get_num_threads()
         )
         self.lowering = Lowering(
             options=options,
@@ -252,6 +254,13 @@ class Session:
         forward = run.half(halves.forward, backward=False)
         backward = run.half(halves.backward, backward=True) if halves.backward else None
         return Lowered(halves=halves, forward=forward, backward=backward)
+
+
+def _disk_to_measure(options: Options) -> Path | None:
+    """The disk tier's folder; for a plan that names none, where temporary files go."""
+    if options.disk is None and options.disk_memory:
+        return Path(tempfile.gettempdir())
+    return options.disk
 
 
 class _Run:

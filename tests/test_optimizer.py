@@ -560,5 +560,7 @@ def test_probe_leaves_the_optimizer_alone() -> None:
         scratch_bytes=facts.scratch_bytes, read_bytes=facts.read_bytes,
     )  # fmt: skip
     assert 4 <= facts.scratch_bytes <= 12
+    assert probe(O.AdamW(parameters, foreach=True)).foreach
+    assert not probe(O.AdamW(parameters, fused=True)).foreach
     with pytest.raises(PlanError, match="no optimizer is called 'adamm'; known names are adadelta"):
         probe("adamm")

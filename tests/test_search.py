@@ -13,7 +13,7 @@ from elixir_fx.facts import Role
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Limits, Plan, align
 from elixir_fx.planner import schedule, search, smallest
-from elixir_fx.planner.search import _Space
+from elixir_fx.planner.space import Space
 
 MIB = 1 << 20
 HUGE = 1 << 40
@@ -382,7 +382,7 @@ def test_any_graph_is_planned_within_its_limits(facts, more, kind, far_share):
 
 def test_the_space_of_layouts_contains_its_least():
     facts = gpt(3, 96, 700, 32)
-    space = _Space(facts=facts, machine=cpu(), limits=Limits(device=HUGE, disk=HUGE), pins={})
+    space = Space(facts=facts, machine=cpu(), limits=Limits(device=HUGE, disk=HUGE), pins={})
     assert space.least is not None
     need, choice = space.least
     draft = space.drafters[choice.chunk_bytes].draft(choice, lambda layout: True)

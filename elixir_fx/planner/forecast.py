@@ -28,6 +28,8 @@ from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.place import Stay
 from elixir_fx.planner.wires import Route, Wires
 
+ROUNDING_S = 1e-12  # less is the rounding of sums of seconds
+
 # The order of events between the same two nodes: a gather is asked for before a prefetch.
 _REDUCE, _GATHER, _PREFETCH = range(3)
 
@@ -48,7 +50,7 @@ class Timing:
     moved: dict[tuple[Tier, Tier], int] = field(default_factory=dict)
 
     def expose(self, cause: str, seconds: float) -> None:
-        if seconds > 0:
+        if seconds > ROUNDING_S:
             self.exposed[cause] = self.exposed.get(cause, 0.0) + seconds
 
 
@@ -154,10 +156,10 @@ class Player:
         blocks: deque[int],
         writes: dict[int, int],
     ) -> None:
-        timing.reduced_bytes += chunk.nbytes
         tier = chunk.homes.gradients
         if tier == Tier.DEVICE or not chunk.nbytes:
             return
+        timing.reduced_bytes += chunk.nbytes
         if len(blocks) >= layout.gradient_blocks:
             timing.expose(f"device->{tier}", wires.wait(blocks.popleft()))
         copy_s = 2 * chunk.nbytes / self.machine.stream_bytes_per_s

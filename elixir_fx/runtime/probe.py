@@ -62,6 +62,7 @@ def probe(optimizer: Optimizer | str, dtype: torch.dtype | None = None) -> Optim
         read_bytes=max(one.read_bytes for one in facts),
         elementwise=all(one.elementwise for one in facts),
         global_state=any(one.global_state for one in facts),
+        foreach=any(one.foreach for one in facts),
     )
 
 
@@ -113,16 +114,19 @@ def _probe_group(
         )
     try:
         with torch.random.fork_rng(devices=[]):
-            trials = [_Trial(optimizer, group, _values(rows, dtype, device)) for rows in _ROWS]
+            small, large = (
+                _Trial(optimizer, group, [_values(rows, dtype, device)]) for rows in _ROWS
+            )
+            several = _Trial(optimizer, group, [_values(_ROWS[0], dtype, device)] * 4)
             halves = [
-                _Trial(optimizer, group, part) for part in _values(_ROWS[0], dtype, device).chunk(2)
+                _Trial(optimizer, group, [part])
+                for part in _values(_ROWS[0], dtype, device).chunk(2)
             ]
     except _FAILURES as error:
         raise PlanError(
             f"{name} cannot be planned for: a step on a dense {dtype} parameter of "
             f"{_ROWS[0]} x {_COLUMNS} elements failed: {error}. Use an optimizer that can do this"
         ) from error
-    small, large = trials
     elements = large.parameter.numel() - small.parameter.numel()
     tolerance = 1e-5 if dtype.itemsize >= 4 else 2e-2
     joined = torch.cat([half.parameter.detach() for half in halves])
@@ -134,6 +138,7 @@ def _probe_group(
         elementwise=small.whole_states()
         and torch.allclose(joined, small.parameter.detach(), rtol=tolerance, atol=1e-8),
         global_state=small.global_state,
+        foreach=several.meter.peak > 2 * small.meter.peak > 0,
     )
 
 
@@ -150,43 +155,45 @@ def _values(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 class _Trial:
-    """A copy of an optimizer after a few steps on one parameter."""
+    """A copy of an optimizer after a few steps on parameters of these values."""
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], values: Tensor) -> None:
-        self.parameter = nn.Parameter(values.clone())
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], values: list[Tensor]) -> None:
+        parameters = [nn.Parameter(value.clone()) for value in values]
+        self.parameter = parameters[0]
+        device = self.parameter.device
         copied: Optimizer = object.__new__(type(optimizer))
         copied.__dict__.update(optimizer.__dict__)
         options = {
-            key: value.detach().to(values.device, copy=True) if isinstance(value, Tensor) else value
+            key: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
             for key, value in group.items()
         }
-        if "capturable" in options and values.device.type == "cpu":
+        if "capturable" in options and device.type == "cpu":
             options["capturable"] = False
-        copied.state = defaultdict(dict)
-        self._start(copied, optimizer, options)
+        options["params"] = parameters
         copied.param_groups = [options]
-        options["params"] = [self.parameter]
+        copied.state = defaultdict(dict)
+        if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the states
+            for parameter in parameters:
+                copied.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "sum": torch.zeros_like(parameter, requires_grad=False),
+                }
         before = self._settings(copied)
         self.meter = _Meter()
         for step in range(_STEPS):
-            self.parameter.grad = values.cos() * values * (step + 1)
-            known = [self.parameter, self.parameter.grad, *found(dict(copied.state), Tensor)]
-            self.meter = _Meter(found(options, Tensor) + known)
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = value.cos() * value * (step + 1)
+            self.meter = _Meter(
+                [
+                    *found((options, dict(copied.state)), Tensor),
+                    *(parameter.grad for parameter in parameters if parameter.grad is not None),
+                ]
+            )
             with self.meter:
                 own_step(copied)(copied)
         self.found = dict(copied.state.get(self.parameter, {}))
-        strange = [key for key in copied.state if key is not self.parameter]
+        strange = [key for key in copied.state if key not in set(parameters)]
         self.global_state = bool(strange) or before != self._settings(copied)
-
-    def _start(self, copied: Optimizer, optimizer: Optimizer, options: dict[str, Any]) -> None:
-        """Give the copy the states that its constructor makes, as Adagrad's does."""
-        if not isinstance(optimizer, torch.optim.Adagrad):
-            return
-        start = options["initial_accumulator_value"]
-        copied.state[self.parameter] = {
-            "step": torch.tensor(0.0),
-            "sum": torch.full_like(self.parameter, start, requires_grad=False),
-        }
 
     @staticmethod
     def _settings(optimizer: Optimizer) -> dict[str, str]:

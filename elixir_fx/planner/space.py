@@ -1,0 +1,208 @@
+"""Space: all layouts of one step that the search knows, and what the least of them needs.
+
+Part of the search. For every chunk size there is one packing of the parameters; for every
+packing a `Drafter` that completes choices, and a `Player` that plays them. The sizes tried
+depend on the step and not on the device budget, so the least memory of any choice is what
+`smallest` answers and what `search` accepts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from elixir_fx.errors import PlanError
+from elixir_fx.facts import Facts
+from elixir_fx.machine import Machine, Tier
+from elixir_fx.plan import Gather, Layout, Limits, Plan, Reduce, Schedule
+from elixir_fx.planner.draft import Choice, Draft, Drafter, spread_arenas
+from elixir_fx.planner.footprint import Footprint, Part, home
+from elixir_fx.planner.forecast import Player, forecast
+from elixir_fx.planner.pack import away_tiers, chunk_sizes, pack, pinned_tiers
+from elixir_fx.planner.place import Stay
+from elixir_fx.units import GIB, MIB, sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Space:
+    """All layouts of one step that the search knows."""
+
+    facts: Facts
+    machine: Machine
+    limits: Limits
+    pins: Mapping[str, Tier]
+
+    @cached_property
+    def tiers_by_path(self) -> dict[str, Tier]:
+        return pinned_tiers(self.facts, self.machine, self.limits, self.pins)
+
+    @cached_property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        return chunk_sizes(self.facts)
+
+    @cached_property
+    def players(self) -> dict[int, Player]:
+        """One packing of the parameters for each chunk size."""
+        found = {}
+        for size in self.chunk_sizes:
+            chunks = pack(self.facts, size, self.tiers_by_path)
+            found[size] = Player.of(self.facts, self.machine, Footprint(self.facts, chunks))
+        return found
+
+    @cached_property
+    def drafters(self) -> dict[int, Drafter]:
+        return {
+            size: Drafter(
+                machine=self.machine,
+                limits=self.limits,
+                pins=self.tiers_by_path,
+                footprint=player.footprint,
+            )
+            for size, player in self.players.items()
+        }
+
+    @cached_property
+    def kept_peak(self) -> int | None:
+        """Device bytes of keeping everything; None if a pin forbids it."""
+        if any(tier != Tier.DEVICE for tier in self.tiers_by_path.values()):
+            return None
+        return self._whole.footprint.kept_peak
+
+    @property
+    def _whole(self) -> Player:
+        return self.players[self.chunk_sizes[-1]]
+
+    def keep_all(self) -> Draft | None:
+        """The layout that moves nothing, if it fits."""
+        if self.kept_peak is None or self.kept_peak > self.limits.device:
+            return None
+        layout = Layout(
+            chunks=self._whole.footprint.chunks,
+            gather_bytes=0,
+            gradient_blocks=0,
+            gradient_block_bytes=0,
+            update_numel=0,
+            arena_bytes=0,
+            host_bytes=0,
+            disk_bytes=0,
+        )
+        choice = Choice(chunk_bytes=self.chunk_sizes[-1], arena_bytes=0)
+        return Draft(choice=choice, layout=layout, stays=(), need_bytes=self.kept_peak)
+
+    def arenas(self, chunk_bytes: int) -> tuple[int, ...]:
+        """Arena sizes to try with a chunk size."""
+        footprint = self.drafters[chunk_bytes].footprint
+        largest = sorted(max(size.widest.values()) for size in footprint.sizes) or [0]
+        whole = max((sum(size.widest.values()) for size in footprint.sizes), default=0)
+        total = sum(sum(size.packed.values()) for size in footprint.sizes)
+        base = max(chunk_bytes, self.chunk_sizes[0], largest[len(largest) // 2])
+        big = (2 * largest[-1], 3 * largest[-1], whole, 2 * whole)
+        return spread_arenas(base, big, total)
+
+    @cached_property
+    def least(self) -> tuple[int, Choice] | None:
+        """The choice that needs the least device memory, and how much."""
+        found: tuple[int, Choice] | None = None
+        if not away_tiers(self.machine, self.limits):
+            return None
+        for size, drafter in self.drafters.items():
+            for arena in self.arenas(size):
+                choice = Choice(
+                    chunk_bytes=size, arena_bytes=arena, gradient_blocks=1, ring=1, fill=False
+                )
+                need = drafter.need_bytes(choice)
+                if need is not None and (found is None or need < found[0]):
+                    found = (need, choice)
+        return found
+
+    def smallest(self) -> int:
+        needs = [] if self.kept_peak is None else [self.kept_peak]
+        moves = self.facts.optimizer is None or not self.facts.optimizer.global_state
+        if moves and self.least is not None:
+            needs.append(self.least[0])
+        if not needs:
+            raise PlanError("the pinned homes do not fit their tiers: give host or disk more room")
+        return min(needs)
+
+    def plan(self, draft: Draft) -> Plan:
+        player = self.players[draft.choice.chunk_bytes]
+        made = make_schedule(player, self.limits, draft.layout, draft.stays)
+        return Plan(
+            machine=self.machine.name,
+            limits=self.limits,
+            layout=draft.layout,
+            schedules=(made,),
+            notes=self._notes(draft),
+        )
+
+    def _notes(self, draft: Draft) -> tuple[str, ...]:
+        if draft.layout.keeps_all:
+            return ("everything stays on the device",)
+        notes = []
+        for part in Part:
+            whole = kept = 0
+            footprint = self.players[draft.choice.chunk_bytes].footprint
+            for chunk, size in zip(draft.layout.chunks, footprint.sizes, strict=True):
+                total = size.ordinary[part]
+                kept += total if home(chunk.homes, part) == Tier.DEVICE else 0
+                whole += total
+            notes.append(f"{part}: {sizes(kept)} of {sizes(whole)} at home on the device")
+        return tuple(notes)
+
+    def refusal(self) -> str:
+        """Why no plan fits, with the numbers and what would do."""
+        least = self.smallest()
+        footprint = self._whole.footprint
+        position = int(footprint.live.argmax()) if len(footprint.live) else 0
+        largest = ", ".join(
+            f"{what} {sizes(size)}" for what, size in footprint.largest_at(position, 3)
+        )
+        optimizer = self.facts.optimizer
+        if optimizer is not None and optimizer.global_state:
+            reason = f" {optimizer.name} needs all parameters at once, so nothing can be away."
+        elif not away_tiers(self.machine, self.limits):
+            reason = " Nothing can be away: there is no disk or host memory to use."
+        else:
+            reason = ""
+        return (
+            f"The step needs {sizes(least)} on {self.machine.device}; "
+            f"{sizes(self.limits.device)} are allowed.{reason} "
+            f"Largest: {largest or 'parameters ' + sizes(footprint.constant([]))}. "
+            f"Smallest that fits: memory={round_up(least)!r}."
+        )
+
+
+def make_schedule(
+    player: Player, limits: Limits, layout: Layout, stays: tuple[Stay, ...]
+) -> Schedule:
+    """The schedule of these stays, in the names of the graph's nodes, with its forecast."""
+    facts = player.facts
+    gathers = tuple(
+        Gather(
+            chunk=stay.chunk,
+            backward=stay.backward,
+            offset=stay.offset,
+            before=facts.nodes[stay.first],
+            after=facts.nodes[stay.last],
+            prefetch=facts.nodes[stay.start] if stay.start < stay.first else None,
+            kept=stay.kept,
+        )
+        for stay in stays
+    )
+    reduces = sorted(player.footprint.reduces.items(), key=lambda item: (item[1], item[0]))
+    return Schedule(
+        key=facts.key,
+        trains=facts.trains,
+        gathers=gathers,
+        reduces=()
+        if layout.keeps_all
+        else tuple(Reduce(chunk=chunk, after=facts.nodes[after]) for chunk, after in reduces),
+        forecast=forecast(player, layout, stays, limits),
+    )
+
+
+def round_up(nbytes: int) -> str:
+    """Bytes as a user would write them, not less."""
+    if nbytes > 4 * GIB:
+        tenths = -(-nbytes * 10 // GIB)
+        return f"{tenths / 10:g}GiB"
+    return f"{-(-nbytes // MIB)}MiB"
