@@ -212,7 +212,8 @@ def tensor(node: fx.Node) -> Tensor:
 def source_line(node: fx.Node) -> str:
     """The user's "file:line" that a node came from, or an empty string."""
     trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
+    lines = [line for line in frames if not line.endswith("in elixir_step")]
     if not lines:
         return ""
     parts = lines[-1].split('"')

@@ -201,6 +201,8 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "set_data": lambda p: setattr(p, "data", torch.full((4, 6), 5.0)),
     "lerp": lambda p: p.lerp_(torch.ones(4, 6), 0.25),
     "bits": lambda p: p.data.view(torch.int32).bitwise_and_(-256),
+    "apply": lambda p: p.detach()[1].apply_(lambda x: x + 1),
+    "map": lambda p: p.detach().map_(torch.ones(4, 6), lambda x, y: x + y),
     "iadd": lambda p: p.__iadd__(1),
 }  # fmt: skip
 

@@ -66,6 +66,7 @@ class Engine:
         self.state_bytes: Callable[[], int] = lambda: 0  # of ordinary optimizer states
         self._parameters = list(dict.fromkeys(parameters.values()))
         self._away: list[nn.Parameter] = []
+        self._witness = self._find_witness(parameters)
         self._depth = 0
         self._regions: dict[int, Region] = {}
         self._gradient_regions: dict[int, Region] = {}
@@ -98,6 +99,13 @@ class Engine:
             if not homes.on_device:
                 self.entries[parameter] = entry
             self._by_chunk.setdefault(chunk.id, []).append(entry)
+
+    def _find_witness(self, parameters: Mapping[str, nn.Parameter]) -> nn.Parameter | None:
+        """A parameter whose gradient is at home on the device."""
+        for chunk in self.layout.chunks:
+            if chunk.trainable and chunk.homes.gradients is Tier.DEVICE:
+                return parameters[chunk.slices[0].path]
+        return None
 
     @staticmethod
     def _part(region: Region, chunk: Chunk, piece: Slice) -> Region:
@@ -173,6 +181,10 @@ class Engine:
             if gradient is not None and not isinstance(gradient, ChunkGradient):
                 total += gradient.nbytes
         return total + self.state_bytes()
+
+    def accumulating(self) -> bool:
+        """Whether gradients at home on the device are there already."""
+        return self._witness is not None and self._witness.grad is not None
 
     # -- what generated code calls --------------------------------------------------------
 

@@ -26,7 +26,6 @@ from elixir_fx.plan import align
 from elixir_fx.runtime.away import Home, Source, Ticket
 from elixir_fx.runtime.parameters import (
     AwayTensor,
-    HookHandles,
     attach_step_hooks,
     lend,
     recall,
@@ -68,7 +67,7 @@ class Engine(Protocol):
         """Whether p.grad is what the gradient's home holds."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Piece:
     """One tensor of a unit in the ring."""
 
@@ -78,7 +77,7 @@ class _Piece:
     writes: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Load:
     """The away parts of one parameter in the ring."""
 
@@ -96,7 +95,7 @@ class _Load:
         yield from (piece for _, piece in self.states.values())
 
 
-@dataclass
+@dataclass(eq=False)
 class _Unit:
     """Parameters that are updated by one call, and the region of the ring they have."""
 
@@ -158,7 +157,7 @@ class Binding:
         self._inside = False
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
         self._check()
-        self._handles: HookHandles = attach_step_hooks(optimizer, self._before, self._after)
+        self._take_off = attach_step_hooks(optimizer, self._before, self._after)
         self._removable = [
             optimizer.register_state_dict_post_hook(_ordinary_state_dict, prepend=True),
             optimizer.register_load_state_dict_post_hook(lambda _: self.adopt_all()),
@@ -185,7 +184,7 @@ class Binding:
 
     def unbind(self) -> None:
         """Take the hooks off and make every state an ordinary tensor again."""
-        self._handles.remove()
+        self._take_off()
         for handle in self._removable:
             handle.remove()
         for states in self.optimizer.state.values():

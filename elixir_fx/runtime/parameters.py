@@ -239,6 +239,14 @@ class AwayTensor(Tensor):
     def __reduce_ex__(self, proto: Any) -> Any:
         return self.snapshot().__reduce_ex__(proto)  # type: ignore[no-untyped-call]
 
+    def apply_(self, function: Any) -> Tensor:
+        self.data.copy_(self.snapshot().apply_(function))
+        return self
+
+    def map_(self, other: Tensor, function: Any) -> Tensor:
+        self.data.copy_(self.snapshot().map_(other, function))
+        return self
+
     def is_shared(self) -> bool:
         return False
 
@@ -359,8 +367,8 @@ _METADATA = _metadata()
 _OWN_METHODS = {
     getattr(Tensor, name): getattr(AwayTensor, name)
     for name in (
-        *("numpy", "tolist", "__array__", "__dlpack__", "__format__", "is_shared"),
-        *("data_ptr", "untyped_storage", "storage", "share_memory_"),
+        *("numpy", "tolist", "__array__", "__dlpack__", "__format__", "apply_", "map_"),
+        *("is_shared", "data_ptr", "untyped_storage", "storage", "share_memory_"),
     )
 }
 _GET_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
@@ -582,23 +590,12 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
-class HookHandles:
-    """Two hooks around the step of one optimizer object; see `attach_step_hooks`."""
-
-    def __init__(self, optimizer: Optimizer, before: Any, after: Any) -> None:
-        self._optimizer, self._before, self._after = optimizer, before, after
-
-    def remove(self) -> None:
-        self._before.remove()
-        self._after.remove()
-        self._optimizer.__dict__.pop("register_step_pre_hook", None)
-
-
 def attach_step_hooks(
     optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-) -> HookHandles:
+) -> Callable[[], None]:
     """Run `before` as the last thing before each step of `optimizer`, `after` as the first
-    one after it, whenever the user registers hooks of their own: those see the gradients."""
+    one after it, whenever the user registers hooks of their own: those see the gradients.
+    Returns what takes both off again."""
     pre = optimizer.register_step_pre_hook(before)
     post = optimizer.register_step_post_hook(after)
     cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(post.id, last=False)
@@ -609,12 +606,10 @@ def attach_step_hooks(
         return handle
 
     optimizer.register_step_pre_hook = register  # type: ignore[method-assign]
-    return HookHandles(optimizer, pre, post)
 
+    def remove() -> None:
+        pre.remove()
+        post.remove()
+        optimizer.__dict__.pop("register_step_pre_hook", None)
 
-def __getattr__(name: str) -> Any:
-    if name in ("Accumulation", "accumulation", "pass_by", "run_hooks"):
-        from elixir_fx.runtime import hooks
-
-        return getattr(hooks, name)
-    raise AttributeError(name)
+    return remove

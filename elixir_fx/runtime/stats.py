@@ -58,26 +58,25 @@ class Stats:
         self._mark()
 
     @contextmanager
-    def half(self, key: object, saved: Iterable[Tensor], spare_bytes: int) -> Iterator[None]:
-        """Around one half of a step. `key` names it; `saved` are the forward's values that the
+    def half(self, run: object, saved: Iterable[Tensor], spare_bytes: int) -> Iterator[None]:
+        """Around one half of a step. `run` names it; `saved` are the forward's values that the
         backward takes; `spare_bytes` may be used beyond the budget, by outputs."""
+        engine = self._engine
+        assert engine is not None
         started = time.perf_counter()
+        key = (run, engine.accumulating())
         if key in self._peaks and not self._bounded:
             yield
         else:
-            limit = self._limit_bytes - self._constant_bytes() + spare_bytes
+            always = engine.constant_bytes()
+            limit = self._limit_bytes - always + spare_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
-            del saved
             with meter:
                 yield
-            self._peaks[key] = max(self._peaks.get(key, 0), meter.peak_bytes)
+            self._peaks[key] = max(self._peaks.get(key, 0), always + meter.peak_bytes)
         self._busy_s += time.perf_counter() - started
-        self._peak = max(self._peak, self._peaks[key] + self._constant_bytes())
-
-    def _constant_bytes(self) -> int:
-        assert self._engine is not None
-        return self._engine.constant_bytes()
+        self._peak = max(self._peak, self._peaks[key])
 
     def end_step(self) -> None:
         """The optimizer has finished a step."""
@@ -94,7 +93,7 @@ class Stats:
             "compute_s": self._busy_s - waited,
             "optimizer_s": optimizer_s,
             "exposed_s": waited + optimizer_s,
-            "peak_device_bytes": max(self._peak, engine.constant_bytes()),
+            "peak_device_bytes": self._peak,
             "peak_host_bytes": engine.store.used(Tier.HOST),
             "disk_read_bytes": counters.disk_read_bytes - before.disk_read_bytes,
             "disk_write_bytes": counters.disk_write_bytes - before.disk_write_bytes,
