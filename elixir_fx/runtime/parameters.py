@@ -37,32 +37,14 @@ from elixir_fx.runtime.away import Home, Source, found, one_at_a_time, replaced
 _raw = torch._C.DisableTorchFunctionSubclass
 _aten = torch.ops.aten
 
+_FILLS = ("copy_", "zero_", "normal_", "uniform_", "_foreach_zero_", "_foreach_copy_")
+_NEW = ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones")
 # Written whole, whatever was there: the old value need not be read.
 _OVERWRITES = frozenset(
-    {
-        _aten.copy_.default,
-        _aten.zero_.default,
-        _aten.fill_.Scalar,
-        _aten.fill_.Tensor,
-        _aten.normal_.default,
-        _aten.uniform_.default,
-        _aten._foreach_zero_.default,
-        _aten._foreach_copy_.default,
-    }
+    {*(getattr(_aten, name).default for name in _FILLS), _aten.fill_.Scalar, _aten.fill_.Tensor}
 )
 # Need shape, strides and dtype of their first argument only.
-_FACTORIES = frozenset(
-    {
-        _aten.empty_like.default,
-        _aten.zeros_like.default,
-        _aten.ones_like.default,
-        _aten.full_like.default,
-        _aten.new_empty.default,
-        _aten.new_zeros.default,
-        _aten.new_ones.default,
-        _aten.new_full.default,
-    }
-)
+_FACTORIES = frozenset(getattr(_aten, name).default for name in (*_NEW, "new_full"))
 _SAME = frozenset({_aten.detach.default, _aten.alias.default})
 
 

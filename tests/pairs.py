@@ -1,0 +1,141 @@
+"""A plain model and its compiled twin, driven by the same code and compared bit for bit.
+
+    pair = Pair(build, batches, tight(build, batches[0], tmp_path))
+    pair.do(lambda side: [p.norm() for p in side.net.parameters()])
+    pair.train(3)
+    pair.check()
+"""
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import seeded
+from harness import Batch, MakeOptimizer, adamw, call, difference, leaves, loss_of
+from torch import Tensor, nn
+
+import elixir_fx
+from elixir_fx import AwayParameter
+from elixir_fx.units import GIB
+
+Build = Callable[[], nn.Module]
+SPARE = {"memory": "1GiB"}
+
+
+def memory_needed(model: nn.Module, batch: Batch, optimizer: Any = "adamw", **options: Any) -> int:
+    """The smallest budget that works with a disk."""
+    return elixir_fx.smallest_memory(
+        model, batch, optimizer=optimizer, disk_memory=GIB, **options
+    )
+
+
+def tight(
+    build: Build, batch: Batch, folder: Path, optimizer: Any = "adamw", **options: Any
+) -> dict[str, Any]:
+    """compile()'s options for the smallest budget, with a disk."""
+    memory = memory_needed(seeded(0, build), batch, optimizer, **options)
+    return {"memory": memory, "disk": str(folder), **options}
+
+
+def is_away(parameter: Any) -> bool:
+    return isinstance(parameter, AwayParameter)
+
+
+def plain_loss(side: "Side", batch: Batch) -> Tensor:
+    return loss_of(call(side.net, batch))
+
+
+@dataclass(eq=False)
+class Side:
+    """One of the two: `net` is called, `model` is the user's module, `log` for hooks."""
+
+    model: nn.Module
+    net: Any
+    optimizer: torch.optim.Optimizer
+    log: list[Any]
+
+    def step(self, batch: Batch, loss: Callable[["Side", Batch], Tensor] = plain_loss) -> Tensor:
+        value = loss(self, batch)
+        value.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value.detach()
+
+
+class Pair:
+    """`options` are compile()'s; with `bind=False` the optimizer stays unknown to it."""
+
+    def __init__(
+        self,
+        build: Build,
+        batches: Sequence[Batch],
+        options: Mapping[str, Any],
+        make_optimizer: MakeOptimizer = adamw,
+        bind: bool = True,
+    ) -> None:
+        self.batches = itertools.cycle(batches)
+        self.sides = []
+        for compiled in (False, True):
+            model = seeded(0, build)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = make_optimizer(trained)
+            net: Any = model
+            if compiled:
+                net = elixir_fx.compile(model, optimizer=optimizer if bind else None, **options)
+            self.sides.append(Side(model, net, optimizer, []))
+        self.plain, self.ours = self.sides
+
+    def do(self, use: Callable[[Side], Any]) -> Any:
+        """Run `use` on both sides; what it returns must be equal. Our result."""
+        results = []
+        for side in self.sides:
+            torch.manual_seed(0)
+            results.append(use(side))
+        same(*results)
+        return results[1]
+
+    def train(
+        self, steps: int = 1, loss: Callable[[Side, Batch], Tensor] = plain_loss
+    ) -> None:
+        for _ in range(steps):
+            batch = next(self.batches)
+            self.do(lambda side, batch=batch: side.step(batch, loss))
+
+    def backward(self, loss: Callable[[Side, Batch], Tensor] = plain_loss) -> None:
+        batch = next(self.batches)
+        self.do(lambda side: loss(side, batch).backward())
+
+    def check(self) -> None:
+        """Weights, gradients, buffers and optimizer states are equal, and what was logged."""
+        self.do(lambda side: {name: p.detach() for name, p in side.model.named_parameters()})
+        self.do(lambda side: {name: p.grad for name, p in side.model.named_parameters()})
+        self.do(lambda side: dict(side.model.named_buffers()))
+        self.do(lambda side: side.optimizer.state_dict())
+        self.do(lambda side: side.log)
+
+    def away(self) -> list[str]:
+        return [name for name, p in self.ours.model.named_parameters() if is_away(p)]
+
+
+def same(plain: Any, ours: Any, where: str = "result") -> None:
+    """Equal types, structure and bits."""
+    if isinstance(plain, Tensor) and isinstance(ours, Tensor):
+        words = difference(plain.detach(), ours.detach().clone())
+        assert words is None, f"{where}: {words}"
+        assert plain.requires_grad == ours.requires_grad, f"{where}: requires_grad"
+    elif isinstance(plain, Mapping):
+        assert list(plain) == list(ours), f"{where}: keys {list(plain)} against {list(ours)}"
+        for key in plain:
+            same(plain[key], ours[key], f"{where}[{key!r}]")
+    elif isinstance(plain, list | tuple):
+        assert len(plain) == len(ours), f"{where}: {len(plain)} against {len(ours)} entries"
+        for index, (one, other) in enumerate(zip(plain, ours, strict=True)):
+            same(one, other, f"{where}[{index}]")
+    else:
+        assert plain == ours, f"{where}: {plain!r} against {ours!r}"
