@@ -1,23 +1,21 @@
 """A plain model and its compiled twin, driven by the same code and compared bit for bit.
 
-    pair = Pair(build, batches, tight(build, batches[0], tmp_path))
-    pair.do(lambda side: [p.norm() for p in side.net.parameters()])
-    pair.train(3)
-    pair.check()
+pair = Pair(build, batches, tight(build, batches[0], tmp_path))
+pair.do(lambda side: [p.norm() for p in side.net.parameters()])
+pair.train(3)
+pair.check()
 """
 
+import copy
 import itertools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from graphs import seeded
-from harness import Batch, MakeOptimizer, adamw, call, difference, leaves, loss_of
+from harness import Batch, MakeOptimizer, adamw, call, difference, loss_of
 from torch import Tensor, nn
 
 import elixir_fx
@@ -30,9 +28,7 @@ SPARE = {"memory": "1GiB"}
 
 def memory_needed(model: nn.Module, batch: Batch, optimizer: Any = "adamw", **options: Any) -> int:
     """The smallest budget that works with a disk."""
-    return elixir_fx.smallest_memory(
-        model, batch, optimizer=optimizer, disk_memory=GIB, **options
-    )
+    return elixir_fx.smallest_memory(model, batch, optimizer=optimizer, disk_memory=GIB, **options)
 
 
 def tight(
@@ -90,6 +86,19 @@ class Pair:
                 net = elixir_fx.compile(model, optimizer=optimizer if bind else None, **options)
             self.sides.append(Side(model, net, optimizer, []))
         self.plain, self.ours = self.sides
+        self._first = [
+            (side.net.state_dict(), copy.deepcopy(side.optimizer.state_dict()))
+            for side in self.sides
+        ]
+        self._first[0] = copy.deepcopy(self._first[0])
+
+    def restart(self) -> None:
+        """Both as they were at first, as far as training goes."""
+        for side, (weights, states) in zip(self.sides, self._first, strict=True):
+            side.net.load_state_dict(weights)
+            side.optimizer.zero_grad()
+            side.optimizer.load_state_dict(copy.deepcopy(states))
+            side.log.clear()
 
     def do(self, use: Callable[[Side], Any]) -> Any:
         """Run `use` on both sides; what it returns must be equal. Our result."""
@@ -100,9 +109,7 @@ class Pair:
         same(*results)
         return results[1]
 
-    def train(
-        self, steps: int = 1, loss: Callable[[Side, Batch], Tensor] = plain_loss
-    ) -> None:
+    def train(self, steps: int = 1, loss: Callable[[Side, Batch], Tensor] = plain_loss) -> None:
         for _ in range(steps):
             batch = next(self.batches)
             self.do(lambda side, batch=batch: side.step(batch, loss))

@@ -42,6 +42,7 @@ class ParameterHome(TensorHome):
         super().store(value)
         with self._engine.lock:
             self._engine.cache.invalidate(self._chunk)
+        self._engine.written()
 
 
 class Engine:
@@ -64,6 +65,7 @@ class Engine:
         self.optimizer_s = 0.0
         self.buffer_bytes = 0
         self.state_bytes: Callable[[], int] = lambda: 0  # of ordinary optimizer states
+        self.written: Callable[[], None] = lambda: None  # somebody wrote an away parameter
         self._parameters = list(dict.fromkeys(parameters.values()))
         self._away: list[nn.Parameter] = []
         self._witness = self._find_witness(parameters)
@@ -71,6 +73,7 @@ class Engine:
         self._regions: dict[int, Region] = {}
         self._gradient_regions: dict[int, Region] = {}
         self._state_regions: dict[tuple[int, str, torch.dtype], Region] = {}
+        self._spare_regions: dict[int, list[Region]] = {}  # of states nobody uses any more
         self.entries: dict[nn.Parameter, Entry] = {}
         self._by_chunk: dict[int, list[Entry]] = {}
         for chunk in layout.chunks:
@@ -248,10 +251,20 @@ class Engine:
         size = like.element_size()
         if key not in self._state_regions:
             nbytes = align(chunk.numel * size)
-            self._state_regions[key] = self.store.allocate(chunk.homes.states, nbytes)
+            spare = self._spare_regions.get(chunk.id, [])
+            again = next((region for region in spare if region.nbytes == nbytes), None)
+            if again is not None:
+                spare.remove(again)
+            self._state_regions[key] = again or self.store.allocate(chunk.homes.states, nbytes)
         region = self._state_regions[key]
         part = region.part(entry.piece.offset * size, entry.piece.span * size)
         return self._home(part, entry.piece, like.dtype, f"{name} of")
+
+    def forget_states(self) -> None:
+        """Another optimizer comes: the memory of the states so far is its states'."""
+        for (chunk, _, _), region in self._state_regions.items():
+            self._spare_regions.setdefault(chunk, []).append(region)
+        self._state_regions.clear()
 
     def gradient_is_home(self, parameter: nn.Parameter) -> bool:
         """Whether p.grad is the ChunkGradient of the parameter's own gradient home."""

@@ -190,7 +190,8 @@ class Binding:
         for states in self.optimizer.state.values():
             for name, state in states.items():
                 if isinstance(state, AwayTensor):
-                    states[name] = state.snapshot()
+                    state.source.keep()  # its home may become another state's
+                    states[name] = state.load()
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         for group in self.optimizer.param_groups:
