@@ -153,7 +153,7 @@ def _inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise ElixirError(f"model is a {type(model).__name__}, not an nn.Module")
-    if isinstance(model, ElixirModule) or any(
+    if any(isinstance(part, ElixirModule) for part in model.modules()) or any(
         isinstance(parameter, AwayParameter) for parameter in model.parameters()
     ):
         raise ElixirError("this model is compiled already; compile a model once")

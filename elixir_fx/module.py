@@ -99,13 +99,13 @@ class ElixirModule(fx.GraphModule):
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first capture."""
-        return self._session.plan
+        session: Session = self._session
+        return session.plan
 
     @property
     def history(self) -> list[Record]:
         """What each pass did to the last captured step."""
-        steps = self._session.steps
-        return list(steps[-1].history) if steps else []
+        return list(self._session.history)
 
     def stats(self) -> dict[str, float]:
         """Measurements of the last whole step, by the names that Forecast has too."""
@@ -134,7 +134,7 @@ class ElixirModule(fx.GraphModule):
         return self
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The original's flag."""
         original = self.__dict__.get("_original")
         return True if original is None else bool(original.training)
@@ -179,7 +179,8 @@ class ElixirModule(fx.GraphModule):
         parameters stay the objects that the optimizer knows."""
         return self._original.load_state_dict(state_dict, strict=strict, assign=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A plain model with the current weights."""
         return copy.deepcopy(self._original, memo)
 
     def __copy__(self) -> NoReturn:
@@ -190,6 +191,20 @@ class ElixirModule(fx.GraphModule):
             "a compiled model cannot be pickled: use elixir_fx.save(folder, model, optimizer), "
             "or torch.save(model.state_dict(), path)"
         )
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the model is compiled."""
+        raise ElixirError(_refusal("torch.compile"))
+
+    def share_memory(self) -> NoReturn:
+        """Refused: other processes cannot reach the homes of parameters."""
+        raise ElixirError(
+            "the parameters of a compiled model cannot be shared between processes: share "
+            "copy.deepcopy(model), a plain model with the current weights"
+        )
+
+    def _get_name(self) -> str:
+        return f"ElixirModule of {type(self._original).__name__}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "ElixirModule":
         for name, tensor in (*self.named_parameters(), *self.named_buffers()):
@@ -206,22 +221,18 @@ class ElixirModule(fx.GraphModule):
 
     def __getattr__(self, name: str) -> Any:
         if name in _WRAPPERS:
-            raise ElixirError(
-                f"{_WRAPPERS[name]} around a compiled model is refused: elixir_fx.compile already "
-                "does its work; wrap nothing, or compile the plain model"
-            )
+            raise ElixirError(_refusal(_WRAPPERS[name]))
         if "_original" not in self.__dict__:
             return super().__getattr__(name)
         return getattr(self.__dict__["_original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if "_original" not in self.__dict__ or name in self.__dict__ or name in _PROPERTIES:
-            if name == "original":  # the graph's name for the user's module, not a submodule
-                self.__dict__[name] = value
-            elif name in self.__dict__ and name not in _PROPERTIES:
-                self.__dict__[name] = value
-            else:
-                super().__setattr__(name, value)
+        if name in _PROPERTIES:
+            super().__setattr__(name, value)
+        elif name in self.__dict__ or name == "original":  # the graph's name for the user's module
+            self.__dict__[name] = value
+        elif "_original" not in self.__dict__:  # GraphModule's constructor is at work
+            super().__setattr__(name, value)
         else:
             setattr(self._original, name, value)
 
@@ -232,19 +243,26 @@ class ElixirModule(fx.GraphModule):
         return True
 
     def __len__(self) -> int:
-        return len(self._original)  # type: ignore[arg-type]
+        return len(self._original)
 
     def __getitem__(self, key: Any) -> Any:
-        return self._original[key]  # type: ignore[index]
+        return self._original[key]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._original)  # type: ignore[call-overload, no-any-return]
+        return iter(self._original)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._original)})
+        return sorted({*object.__dir__(self), *dir(self._original)})
 
 
 _PROPERTIES = frozenset({"graph", "training"})
+
+
+def _refusal(wrapper: str) -> str:
+    return (
+        f"{wrapper} around a compiled model is refused: elixir_fx.compile already does its work; "
+        "wrap nothing, or compile the plain model"
+    )
 
 
 def _original_call() -> fx.Graph:

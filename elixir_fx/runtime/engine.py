@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from elixir_fx.errors import TierError
+from elixir_fx.errors import ElixirError, TierError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Layout, Slice, align
 from elixir_fx.runtime.cache import GatherCache
@@ -66,6 +66,7 @@ class Engine:
         self.buffer_bytes = 0
         self.state_bytes: Callable[[], int] = lambda: 0  # of ordinary optimizer states
         self.written: Callable[[], None] = lambda: None  # somebody wrote an away parameter
+        self._owned = dict(parameters)
         self._parameters = list(dict.fromkeys(parameters.values()))
         self._away: list[nn.Parameter] = []
         self._witness = self._find_witness(parameters)
@@ -184,6 +185,19 @@ class Engine:
             if gradient is not None and not isinstance(gradient, ChunkGradient):
                 total += gradient.nbytes
         return total + self.state_bytes()
+
+    def check_owned(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """ElixirError if a managed parameter was replaced by another object."""
+        if self.layout.keeps_all:
+            return
+        for path, tensor in zip(paths, tensors, strict=True):
+            mine = self._owned.get(path)
+            if mine is not None and mine is not tensor:
+                raise ElixirError(
+                    f"{path} is another parameter object than the one that was compiled: write "
+                    "into that one (copy_, load_state_dict), or compile a changed "
+                    "copy.deepcopy(model), which is a plain model"
+                )
 
     def accumulating(self) -> bool:
         """Whether gradients at home on the device are there already."""
