@@ -188,33 +188,41 @@ def test_counters_count_wanted_bytes_by_link(setup, tmp_path):
 
 @pytest.mark.parametrize("setup", ["unified disk", "staged disk", "staged disk, one slot"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_failed_put_damages_its_region_until_it_is_written_again(tmp_path, setup, number):
+def test_what_a_failed_put_was_to_write_is_kept_until_it_is_written(tmp_path, setup, number):
     files = FaultyFiles(fail_write_at=1000, error=number)
     store, region = make_store(setup, tmp_path, files)
-    store.put(region, noise(HOME_BYTES, 0)).wait()
+    expected = noise(HOME_BYTES, 0)
+    store.put(region, expected).wait()
     files.fail_write_at, files.once = files.writes, True
     part = region.part(BLOCK, 2 * BLOCK)
     live = noise(2 * BLOCK, 1)
     ticket = store.put(part, live)
-    early = store.fetch(region, torch.empty(HOME_BYTES, dtype=torch.uint8))
+    early = torch.empty(HOME_BYTES, dtype=torch.uint8)
+    store.fetch(region, early).wait()
     with pytest.raises(TierError, match=errno.errorcode[number]):
         ticket.wait()
-    assert torch.equal(live, noise(2 * BLOCK, 1))
-    with pytest.raises(TierError, match="at offset 0 of the disk tier is damaged: writing the"):
-        early.wait()
-    with pytest.raises(TierError, match=errno.errorcode[number]):
-        store.drain()
     store.drain()  # told once
-    before = torch.empty(BLOCK, dtype=torch.uint8)
-    store.fetch(region.part(0, BLOCK), before).wait()
-    assert torch.equal(before, noise(HOME_BYTES, 0)[:BLOCK])
-    store.put(part.part(0, BLOCK), live[:BLOCK]).wait()
-    with pytest.raises(TierError, match="is damaged"):
-        store.fetch(part, torch.empty(2 * BLOCK, dtype=torch.uint8)).wait()
+    expected[BLOCK : 3 * BLOCK] = live
+    assert torch.equal(early, expected)
+    expected[BLOCK : 2 * BLOCK] = 7
+    store.put(part.part(0, BLOCK), expected[BLOCK : 2 * BLOCK].clone()).wait()
+    live.zero_()  # the caller's again: what is kept is a copy
+    for first, size in ((0, HOME_BYTES), (BLOCK, 2 * BLOCK), (2 * BLOCK + 5, 11)):
+        again = torch.empty(size, dtype=torch.uint8)
+        store.fetch(region.part(first, size), again).wait()
+        assert torch.equal(again, expected[first : first + size])
     store.put(part, live).wait()
-    again = torch.empty(2 * BLOCK, dtype=torch.uint8)
-    store.fetch(part, again).wait()
-    assert torch.equal(again, live)
+    store.fetch(region, early).wait()
+    assert not early[BLOCK : 3 * BLOCK].any()
+    store.close()
+
+
+def test_an_error_that_nobody_waited_for_is_told_by_drain(tmp_path):
+    store, region = make_store("unified disk", tmp_path, FaultyFiles(fail_write_at=0))
+    store.put(region, noise(HOME_BYTES, 0))
+    with pytest.raises(TierError, match="EIO"):
+        store.drain()
+    store.drain()
     store.close()
 
 

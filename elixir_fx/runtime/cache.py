@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elixir_fx.errors import TierError
 from elixir_fx.plan import Chunk, align
 from elixir_fx.runtime.store import Region, Store
 from elixir_fx.runtime.transfers import Ticket
@@ -62,12 +63,16 @@ class GatherCache:
         else:
             self.hits += 1
         ticket = block.ticket
-        if not ticket.settled:
-            started = time.perf_counter()
+        started = time.perf_counter()
+        settled = ticket.settled
+        try:
             ticket.wait()
+        except TierError:
+            if not block.references:
+                del self._blocks[chunk]  # its next gather tries again
+            raise
+        if not settled:
             self.waited_s += time.perf_counter() - started
-        else:
-            ticket.wait()
         block.references += 1
         return block.flat
 

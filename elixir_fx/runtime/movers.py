@@ -90,8 +90,9 @@ class UnifiedMovers:
 
     def _read(self, region: Region, address: int) -> None:
         assert self.disk is not None
-        self.journal.check(region)
-        self.disk.file.read(view_memory(address, region.nbytes), region.offset)
+        memory = view_memory(address, region.nbytes)
+        self.disk.file.read(memory, region.offset)
+        self.journal.complete(region, memory)
         self.counters.disk_read_bytes += region.nbytes
 
     def put(
@@ -216,7 +217,6 @@ class LinkedMovers:
     def _disk_to_device(self, region: Region, into: Tensor, fence: Sequence[Ticket]) -> Ticket:
         """On the reader's thread: disk to slot here, slot to device on the link's lane."""
         assert self.disk is not None
-        self.journal.check(region)
         copies: list[Ticket] = []
         try:
             for first, start, stop, end in _pieces(region, self.slots.slot_bytes):
@@ -224,6 +224,10 @@ class LinkedMovers:
                 copied = Ticket.ready()
                 try:
                     self.disk.file.read(_bytes_of(slot[: end - first]), first)
+                    self.journal.complete(
+                        Region(region.tier, start, stop - start),
+                        _bytes_of(slot[start - first : stop - first]),
+                    )
                     target = into[start - region.offset : stop - region.offset]
                     copied = self.to_device.submit(
                         partial(self._to_device, target, slot[start - first : stop - first]),

@@ -6,6 +6,8 @@ Plain data below `movers` and `store`.
 import threading
 from dataclasses import dataclass, replace
 
+from torch import Tensor
+
 from elixir_fx.errors import TierError
 from elixir_fx.machine import Tier
 from elixir_fx.runtime.transfers import Ticket
@@ -54,45 +56,82 @@ class Counters:
         return replace(self)
 
 
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """A put that failed: its region may be half written. `kept` are the bytes it was to write,
+    in host memory; None if nobody knows them."""
+
+    region: Region
+    why: str
+    kept: Tensor | None
+
+    def without(self, covered: Region) -> list["_Loss"]:
+        """What is left of it outside another region."""
+        region = self.region
+        if region.tier != covered.tier:
+            return [self]
+        ends = (
+            (region.offset, min(region.end, covered.offset)),
+            (max(region.offset, covered.end), region.end),
+        )
+        return [self.part(start, end) for start, end in ends if start < end]
+
+    def part(self, start: int, end: int) -> "_Loss":
+        first = self.region.offset
+        kept = self.kept[start - first : end - first] if self.kept is not None else None
+        return _Loss(Region(self.region.tier, start, end - start), self.why, kept)
+
+
 class Journal:
-    """What failed: the errors that nobody collected yet, and the bytes that cannot be trusted."""
+    """What failed: errors that nobody was told of yet, and bytes that are not in their region.
+
+    The bytes of a put that failed are kept in memory until a put has covered them: a disk
+    that fails once, or is full, costs no value.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._errors: list[BaseException] = []
-        self._damage: list[tuple[Region, str]] = []
+        self._failed: list[Ticket] = []
+        self._losses: list[_Loss] = []
 
-    def settled(self, region: Region, ticket: Ticket, writes: bool) -> None:
+    def settled(self, region: Region, ticket: Ticket, source: Tensor | None) -> None:
+        """A transfer has ended. `source` is what a put was to write, None for a fetch."""
         error = ticket.error
-        if error is None and (not writes or not self._damage):
+        if error is None and (source is None or not self._losses):
             return
         with self._lock:
             if error is not None:
-                self._errors.append(error)
-            if writes:
-                self._damage = [
-                    (rest, why) for hurt, why in self._damage for rest in _without(hurt, region)
-                ]
-                if error is not None:
-                    self._damage.append((region, str(error)))
+                self._failed = [other for other in self._failed if not other.told]
+                self._failed.append(ticket)
+            if source is None:
+                return
+            self._losses = [left for loss in self._losses for left in loss.without(region)]
+            if error is not None:
+                kept = None if ticket.blocked else source.to("cpu", copy=True)
+                self._losses.append(_Loss(region, str(error), kept))
 
-    def check(self, region: Region) -> None:
-        """TierError if a failed put may have left some of these bytes half written."""
-        for hurt, why in self._damage:
-            if hurt.tier == region.tier and hurt.offset < region.end and region.offset < hurt.end:
-                raise TierError(f"{region} is damaged: writing {hurt} failed: {why}")
+    def complete(self, region: Region, memory: memoryview) -> None:
+        """Put what a failed write kept over `memory`, the region's bytes as they were read.
+
+        TierError if some of them are lost.
+        """
+        if not self._losses:
+            return
+        with self._lock:
+            losses = list(self._losses)
+        for loss in losses:
+            hurt = loss.region
+            start, end = max(hurt.offset, region.offset), min(hurt.end, region.end)
+            if hurt.tier != region.tier or start >= end:
+                continue
+            kept = loss.part(start, end).kept
+            if kept is None:
+                raise TierError(f"{region} is damaged: writing {hurt} failed: {loss.why}")
+            memory[start - region.offset : end - region.offset] = kept.numpy().data
 
     def take_first_error(self) -> BaseException | None:
+        """The first error that nobody was told of."""
         with self._lock:
-            errors, self._errors = self._errors, []
+            failed, self._failed = self._failed, []
+        errors = [ticket.error for ticket in failed if not ticket.told]
         return errors[0] if errors else None
-
-
-def _without(region: Region, covered: Region) -> list[Region]:
-    """What is left of a region outside another."""
-    if region.tier != covered.tier:
-        return [region]
-    below = Region(region.tier, region.offset, min(region.end, covered.offset) - region.offset)
-    start = max(region.offset, covered.end)
-    above = Region(region.tier, start, region.end - start)
-    return [part for part in (below, above) if part.nbytes > 0]

@@ -7,8 +7,8 @@ returning a `Ticket`; `movers` carry them out. A `TensorHome` is one tensor that
 region between steps.
 
 Order: transfers whose regions overlap (on disk: whose blocks do) run as they were submitted,
-except that reads may pass reads; others run at once. What a failed put may have left half
-written is damaged: a fetch of it fails, naming it, until a put has covered it again.
+except that reads may pass reads; others run at once. What a failed put was to write is kept in
+memory and fetched from there, until a put has covered it.
 """
 
 import os
@@ -192,7 +192,8 @@ class Store:
                 ticket = self._movers.put(region, flat, after, behind)
             else:
                 ticket = self._movers.fetch(region, flat, after, behind)
-            ticket.on_settled(partial(self._journal.settled, region, ticket, writes))
+            source = flat if writes else None
+            ticket.on_settled(partial(self._journal.settled, region, ticket, source))
             space.transfers.append(_Transfer(first, end, writes, ticket))
         return ticket
 
@@ -226,7 +227,7 @@ class Store:
             )
 
     def drain(self) -> None:
-        """Wait for every transfer. Raises the first error since the last drain, if any."""
+        """Wait for every transfer. Raises the first error that nobody was told of, if any."""
         with self._lock:
             tickets = [other.ticket for space in self._spaces.values() for other in space.transfers]
         for ticket in tickets:

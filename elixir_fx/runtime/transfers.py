@@ -31,7 +31,10 @@ Job = Callable[[], "Ticket | None"]
 class Ticket:
     """The promise of one transfer. Made by a lane, or by `Ticket.ready()` for nothing to do."""
 
-    __slots__ = ("__weakref__", "_callbacks", "_error", "_event", "_guard", "_kept", "_settled")
+    __slots__ = (
+        *("__weakref__", "_callbacks", "_error", "_event", "_guard", "_kept", "_settled"),
+        *("blocked", "told"),
+    )
 
     def __init__(self, kept: object = None) -> None:
         self._guard = threading.Lock()
@@ -41,6 +44,8 @@ class Ticket:
         self._error: BaseException | None = None
         self._event: torch.cuda.Event | None = None
         self._kept = kept  # memory that must outlive the copy
+        self.told = False  # somebody who waited was told of the error
+        self.blocked = False  # the job did not run: one it needed had failed
 
     @staticmethod
     def ready(event: torch.cuda.Event | None = None) -> "Ticket":
@@ -107,6 +112,7 @@ class Ticket:
 
     def _raise(self) -> None:
         error = self._error
+        self.told = True
         if isinstance(error, TierError):
             raise TierError(*error.args) from error  # one traceback for each who waits
         if error is not None:
@@ -295,6 +301,7 @@ def _run(entry: _Entry, runner: Runner) -> None:
     ticket, job, after, behind = entry
     for other in after:
         if other.error is not None:
+            ticket.blocked = True
             ticket.settle(other.error)
             return
     try:
