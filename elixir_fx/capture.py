@@ -12,6 +12,7 @@ the order of its placeholders and traces tensors that have no storage; AOTAutogr
 order, tags joint nodes with their phase and describes tangents by the output they belong to.
 """
 
+import os
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -29,8 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from elixir_fx.codegen import Halves
 from elixir_fx.errors import CaptureError, ElixirError
-from elixir_fx.facts import Role
-from elixir_fx.step import Input, StepGraph, mark
+from elixir_fx.facts import Parameter, Role
+from elixir_fx.step import Input, StepGraph, mark, span
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 GRAPHS = 8  # captured graphs that a model keeps
@@ -57,13 +58,13 @@ class Capture:
     """The guarded call of one model.
 
     `lower` turns a step into what runs. `enter` is called at the start of every captured
-    call, outside of tracing, before anything of the step runs.
+    call, outside of tracing, before anything of the step runs, with the graph's inputs.
     """
 
     model: nn.Module
     lower: Lower
-    enter: Callable[[], None]
-    leave: Callable[[Any, StepGraph], None]
+    enter: Callable[[Sequence[str], Sequence[Any]], None]
+    leave: Callable[[Any, Sequence[int | None]], None]
     graphs: int = 0
     call: Callable[..., Any] = field(init=False)
 
@@ -95,7 +96,7 @@ class Capture:
                 f"{type(self.model).__name__}: lowering failed: {error}"
             ) from error
         except TorchDynamoException as error:
-            raise capture_error(self.model, error) from error
+            raise capture_error(self.model, error) from None
 
     def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.graphs += 1
@@ -127,12 +128,14 @@ class Name:
     role: Role
     path: str
     aliases: tuple[str, ...]
+    trainable: bool = False
 
 
 def _names(model: nn.Module) -> Mapping[int, Name]:
     """Parameters and buffers by the id of the tensor; tied ones under their first path."""
     paths: dict[int, list[str]] = {}
     roles: dict[int, Role] = {}
+    trained: set[int] = set()
     for role, members in (
         (Role.PARAMETER, model.named_parameters(remove_duplicate=False)),
         (Role.BUFFER, model.named_buffers(remove_duplicate=False)),
@@ -140,8 +143,12 @@ def _names(model: nn.Module) -> Mapping[int, Name]:
         for path, member in members:
             paths.setdefault(id(member), []).append(path)
             roles.setdefault(id(member), role)
+            if role is Role.PARAMETER and member.requires_grad:
+                trained.add(id(member))
     return {
-        key: Name(role=roles[key], path=first, aliases=tuple(rest))
+        key: Name(
+            role=roles[key], path=first, aliases=tuple(rest), trainable=key in trained
+        )
         for key, (first, *rest) in paths.items()
     }
 
@@ -187,6 +194,7 @@ class _Compilation:
             forward_outputs=forward_outputs,
             inputs=self.placeholders(module),
             trains=trains,
+            idle=self.idle(),
         )
         self.lowered = self.capture.lower(self.step)
 
@@ -204,23 +212,57 @@ class _Compilation:
         for node, given in zip(nodes, self.inputs, strict=True):
             name = self.names.get(id(given), plain)
             found.append(
-                Input(node=node.name, role=name.role, path=name.path, aliases=name.aliases)
+                Input(
+                    node=node.name,
+                    role=name.role,
+                    path=name.path,
+                    aliases=name.aliases,
+                    trainable=name.trainable,
+                )
             )
         return tuple(found)
+
+    def idle(self) -> tuple[Parameter, ...]:
+        """The model's parameters that are no inputs of this graph: another graph may read
+        them, and they need a home as well."""
+        present = {id(given) for given in self.inputs}
+        return tuple(
+            _idle(parameter, self.names[id(parameter)])
+            for parameter in self.capture.model.parameters()
+            if id(parameter) not in present
+        )
 
     def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The function that Dynamo's code calls once the guards hold."""
         enter, leave, step = self.capture.enter, self.capture.leave, self.step
+        paths = [item.path for item in step.inputs] if step is not None else []
+        tangents = tangent_outputs(step) if step is not None else ()
+        self.step = None  # the joint graph is not needed any more
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def run(*args: Any) -> Any:
-            enter()
+            enter(paths, args)
             results = compiled(*args)
-            if step is not None:
-                leave(results, step)
+            if len(tangents) > 1:
+                leave(results, tangents)
             return results
 
         return run  # type: ignore[no-any-return]
+
+
+def _idle(parameter: Tensor, name: Name) -> Parameter:
+    return Parameter(
+        path=name.path,
+        aliases=name.aliases,
+        shape=tuple(parameter.shape),
+        strides=tuple(parameter.stride()),
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        itemsize=parameter.element_size(),
+        span=span(parameter),
+        trainable=name.trainable,
+        reads=(),
+        gradient=None,
+    )
 
 
 def _boxed(function: Boxed) -> Boxed:
@@ -316,16 +358,35 @@ def ordinary_inputs(inputs: Any) -> Any:
     return pytree.tree_map(ordinary, inputs)
 
 
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def _is_internal(file: str) -> bool:
+    """Whether a source file is torch's or this one, rather than the user's."""
+    return file.startswith(_TORCH) or file == __file__
+
+
 def capture_error(model: nn.Module, error: TorchDynamoException) -> CaptureError:
     """Dynamo's refusal in the user's words: what, where, and what to do instead."""
-    stack = getattr(error, "real_stack", None)
-    frame = stack[-1] if stack else None
+    stack = getattr(error, "real_stack", None) or ()
+    ours = [frame for frame in stack if not _is_internal(frame.filename)]
+    frame = (ours or list(stack) or [None])[-1]
     where = f"{frame.filename}:{frame.lineno}" if frame else "unknown line"
     reason = str(error).strip().splitlines()
     first = next((line.strip() for line in reason if line.strip()), type(error).__name__)
     explanation = next(
         (line.strip() for line in reason if line.strip().startswith("Explanation:")), ""
     )
+    hooked = [
+        path or type(model).__name__
+        for path, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
+    if hooked and "hook" in first:
+        return CaptureError(
+            f"{', '.join(hooked)} has a backward hook of the module, which a captured step cannot "
+            "run: use a hook on the parameter, or on a tensor in forward, or remove it"
+        )
     return CaptureError(
         f"{type(model).__name__} cannot be captured as one graph, at {where}: {first}. "
         f"{explanation} Change that line, or use torch.compile(model, backend='elixir_fx'), "

@@ -9,6 +9,7 @@ that activations die when they are used.
 Uses underscored torch names; tried on torch 2.11 and 2.13.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -151,10 +152,22 @@ def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
     if owner is not None and not owner.users:
         graph.erase_node(owner)
     graph.set_codegen(BoxedCode())
-    constants = {n.target: operator.attrgetter(n.target)(half) for n in graph.nodes
-                 if n.op in ("get_attr", "call_module") and n is not owner}
+    constants = {
+        node.target: operator.attrgetter(str(node.target))(half)
+        for node in graph.nodes
+        if node.op in ("get_attr", "call_module") and node is not owner
+    }
+    # Only the function is kept: it reads runtime and constants off an object that is as
+    # small as that, and the graph it was made from can go.
     module = fx.GraphModule({**constants, "runtime": runtime}, graph)
-    return module.forward  # type: ignore[no-any-return]
+    holder = _Holder()
+    for name in {str(target).split(".")[0] for target in (*constants, "runtime")}:
+        setattr(holder, name, getattr(module, name))
+    return functools.partial(type(module).forward, holder)
+
+
+class _Holder:
+    """What generated code calls `self`."""
 
 
 def _bind(

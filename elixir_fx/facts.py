@@ -58,8 +58,10 @@ class Parameter:
     """One parameter (a tied one once, under its first name; the others are `aliases`).
 
     `reads` are the positions of the nodes that read it or a view of it, in forward and
-    backward, ascending. `gradient` is the position of the node that completes its gradient,
-    None where none is computed. `span` is the elements from its first to its last, which is
+    backward, ascending; none for a parameter that this graph does not have. `trainable`: it
+    requires a gradient, here or in another graph; `gradient` is the position of the node that
+    completes it, None where none is computed, `gradient_storage` the name of the storage that
+    it lies in, which two parameters may share. `span` is the elements from its first to its last, which is
     numel for a dense layout. `pinned` is a tier's name if the user fixed its home.
     """
 
@@ -73,6 +75,7 @@ class Parameter:
     trainable: bool
     reads: tuple[int, ...]
     gradient: int | None
+    gradient_storage: str = ""
     pinned: str | None = None
 
     @property

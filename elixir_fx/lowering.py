@@ -21,6 +21,7 @@ from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.planner import schedule, search
+from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
 from elixir_fx.step import StepGraph
@@ -42,7 +43,7 @@ class Lowering:
     def __call__(self, step: StepGraph) -> Halves:
         """Annotate, plan, rewrite and split one step. PlanError if no plan fits."""
         step.optimizer = self.optimizer
-        step.pinned = self.options.keep_by_path(list(step.parameter_nodes))
+        step.pinned = self.options.keep_by_path(step.parameter_paths)
         self.decide(step)
         assert self.plan is not None
         if not self.plan.layout.keeps_all:
@@ -67,7 +68,11 @@ class Lowering:
         pins = {path: Tier(tier) for path, tier in step.pinned.items()}
         self.progress("planning")
         plan = search(step.facts(), self.machine, self.limits, pins)
-        if plan.layout.keeps_all or not step.missing:
+        if plan.layout.keeps_all:
+            return plan
+        if self.machine.unified:
+            bound_heap()  # before the first large tensor: what a heap holds it keeps
+        if not step.missing:
             return plan
         self.progress(f"timing {len(step.missing)} operators")
         with real_mode():
@@ -111,7 +116,8 @@ def _check_belongs(plan: Plan, parameters: tuple[Parameter, ...]) -> None:
     for parameter in parameters:
         if parameter.path not in known:
             raise PlanError(
-                f"the plan knows no parameter {parameter.path!r}: it was made for another model"
+                f"the plan knows no parameter {parameter.path!r}: it was made for another model, "
+                "or the model has changed; compile a changed copy.deepcopy(model), which is plain"
             )
         shape, dtype, trainable = known[parameter.path]
         if (shape, dtype) != (parameter.shape, parameter.dtype):

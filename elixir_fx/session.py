@@ -5,14 +5,17 @@ the weights to their homes, outside of any tracing; only then does the step run.
 go straight through the guards; a new graph is lowered onto the same layout.
 """
 
+import gc
 import sys
 import tempfile
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -23,24 +26,24 @@ from elixir_fx.capture import (
     Lowered,
     ordinary_inputs,
     pretend_on,
-    tangent_outputs,
 )
 from elixir_fx.codegen import Boxed, Halves, executable, is_activation, tangents_of_outputs
 from elixir_fx.config import Options, limits
-from elixir_fx.errors import ElixirError
-from elixir_fx.facts import Facts, Role
+from elixir_fx.errors import ElixirError, PlanError
+from elixir_fx.facts import Facts, OptimizerFacts, Role
 from elixir_fx.lowering import Lowering, compute_device
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.engine import Engine
+from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
+from elixir_fx.runtime.parameters import AwayTensor, plain
 from elixir_fx.runtime.probe import probe
-from elixir_fx.runtime.parameters import plain
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.store import Store
-from elixir_fx.step import StepGraph
+from elixir_fx.step import Record, StepGraph
 
 
 class _Captured(BaseException):
@@ -74,9 +77,13 @@ class Session:
         self.binding: Binding | None = None
         self.stats = Stats()
         self.shown: Halves | None = None  # of the last training capture
-        self.steps: list[StepGraph] = []
+        self.history: list[Record] = []  # of the last captured step
+        self._facts: Facts | None = None  # of the first one, if they are asked for
+        self._wants_facts = False
         self._optimizer = None if isinstance(optimizer, str) else optimizer
         self._full = False
+        self._warned = False
+        self._step_hook: Any = None
         self._local = threading.local()
         self._dry = False
         self._capture = Capture(
@@ -108,17 +115,18 @@ class Session:
             finally:
                 stacks.pop()
 
-    def _enter(self) -> None:
-        """The guards hold and the step is about to run."""
+    def _enter(self, paths: Sequence[str], inputs: Sequence[Any]) -> None:
+        """The guards hold and the step is about to run. ElixirError if a parameter is another
+        object than the one whose home the step reads."""
         if self._dry:
             raise _Captured
+        if self.engine is not None:
+            self.engine.check_owned(paths, inputs)
         self._local.stacks[-1].close()
 
-    def _leave(self, results: Any, step: StepGraph) -> None:
-        """Learn, when the backward comes, which outputs took part in the loss."""
-        tangents = tangent_outputs(step)
-        if len(tangents) < 2:
-            return
+    def _leave(self, results: Any, tangents: Sequence[int | None]) -> None:
+        """Learn, when the backward comes, which outputs took part in the loss; `tangents` says
+        which output each tangent belongs to."""
         node = next((r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn), None)
         if node is None:
             return
@@ -160,16 +168,21 @@ class Session:
     def facts_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
         """The facts of the step for these inputs, whatever the budgets."""
         self.lowering.limits = replace(self.lowering.limits, device=sys.maxsize)
+        self._wants_facts = True
         self.plan_only(args, kwargs)
         self.lowering.limits = limits(self.options, self.machine)
-        if not self.steps:
+        if self._facts is None:
             raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
-        return self.steps[0].facts()
+        return self._facts
 
     def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Capture and plan with gradients on wherever something requires them."""
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
+        if trains and self.lowering.optimizer is None:
+            self.lowering.optimizer = probe("adamw")  # one may be bound later
         self.progress(f"capturing {type(self.model).__name__}")
+        if self.machine.unified and (self.options.memory is not None or is_meta(self.model)):
+            bound_heap()  # before the first large tensor: what a heap has grown to it keeps
         self._dry = True
         try:
             with (
@@ -201,6 +214,10 @@ class Session:
             staging_bytes=layout.staging_bytes,
         )
         engine = Engine(layout, store, parameters, self.device)
+        engine.written = _weakly(self._written)
+        if self.machine.unified:
+            gc.collect()  # capturing leaves cycles behind
+            relax_heap() if layout.keeps_all else bound_heap()
         self.progress("moving weights to their homes")
         if is_meta(self.model):
             materialize(
@@ -217,14 +234,47 @@ class Session:
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Stream the optimizer's step; before the first capture it is remembered until then."""
-        self._optimizer = optimizer
+        facts = probe(optimizer)
         if self.engine is None:
-            self.lowering.optimizer = probe(optimizer)
+            self._optimizer, self.lowering.optimizer = optimizer, facts
             return
+        self._check_planned_for(facts)
         if self.binding is not None:
             self.binding.unbind()
+            self._step_hook.remove()
+            self.engine.forget_states()
+        self._optimizer = optimizer
         self.binding = bind(optimizer, self.engine)
-        optimizer.register_step_post_hook(lambda *_: self.stats.end_step())
+        self.engine.state_bytes = lambda: ordinary_state_bytes(optimizer)
+        self._step_hook = optimizer.register_step_post_hook(lambda *_: self.stats.end_step())
+
+    def _check_planned_for(self, facts: OptimizerFacts) -> None:
+        """PlanError for an optimizer that keeps more than the plan has room for."""
+        planned, layout = self.lowering.optimizer, self.lowering.plan
+        if planned is None or layout is None or layout.layout.keeps_all:
+            return
+        if facts.state_bytes > planned.state_bytes:
+            raise PlanError(
+                f"{facts.name} keeps {facts.state_bytes} bytes of state per parameter element; "
+                f"the plan was made for {planned.name}, which keeps {planned.state_bytes}. Give "
+                "the optimizer to elixir_fx.compile, or compiled.bind(optimizer) before the "
+                "first call"
+            )
+
+    def _written(self) -> None:
+        """Somebody wrote a parameter that is away: an optimizer that nobody bound?"""
+        if self._warned:
+            return
+        stepping = _optimizer_at_work()
+        if stepping is None or stepping is self._optimizer:
+            return
+        self._warned = True
+        warnings.warn(
+            f"elixir_fx: {type(stepping).__name__} updates parameters that are away one by one, "
+            "and keeps its states in memory: call compiled.bind(optimizer) so that its step is "
+            "streamed",
+            stacklevel=2,
+        )
 
     @contextmanager
     def full(self, writeback: bool) -> Iterator[None]:
@@ -249,11 +299,48 @@ class Session:
         self.machine = self.lowering.machine
         if step.trains:
             self.shown = halves
-        self.steps.append(step)
+        self.history = step.history
+        if self._wants_facts and self._facts is None:
+            self._facts = step.facts()
         run = _Run(session=self, step=step)
         forward = run.half(halves.forward, backward=False)
         backward = run.half(halves.backward, backward=True) if halves.backward else None
         return Lowered(halves=halves, forward=forward, backward=backward)
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """`method`, as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _optimizer_at_work() -> torch.optim.Optimizer | None:
+    """The optimizer whose step is running on this thread."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "step":
+            found = frame.f_locals.get("self")
+            if isinstance(found, torch.optim.Optimizer):
+                return found
+        frame = frame.f_back
+    return None
+
+
+def ordinary_state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the optimizer's states that are ordinary tensors; scalars, such as the number
+    of steps, are not counted, by the planner neither."""
+    return sum(
+        value.nbytes
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.ndim and not isinstance(value, AwayTensor)
+    )
 
 
 def _disk_to_measure(options: Options) -> Path | None:
@@ -288,6 +375,7 @@ class _Run:
             activations = (value for value, flag in zip(boxed, saved, strict=True) if flag)
             with engine.running(), session.stats.half(bound[0], activations, self._output_bytes):
                 if not backward:
+                    engine.reducer.rest()
                     return bound[0](boxed)
                 return self._backward(session, engine, bound[0], boxed)
 

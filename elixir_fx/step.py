@@ -29,6 +29,7 @@ class Input:
     role: Role
     path: str
     aliases: tuple[str, ...] = ()
+    trainable: bool = False  # a parameter that requires a gradient
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +56,7 @@ class StepGraph:
     forward_outputs: int
     inputs: tuple[Input, ...]
     trains: bool
+    idle: tuple[Parameter, ...] = ()  # parameters of the model that this graph does not have
     optimizer: OptimizerFacts | None = None
     pinned: Mapping[str, str] = field(default_factory=dict)
     # filled by the analysis passes
@@ -108,6 +110,11 @@ class StepGraph:
             for node in self.module.graph.nodes
             if node.op == "placeholder" and node.name in self.parameter_names
         }
+
+    @property
+    def parameter_paths(self) -> list[str]:
+        """Paths of all parameters of the model, those that the graph does not have last."""
+        return [*self.parameter_nodes, *(parameter.path for parameter in self.idle)]
 
     @property
     def gradients(self) -> dict[str, fx.Node]:
@@ -209,6 +216,13 @@ def tensor(node: fx.Node) -> Tensor:
     return fake
 
 
+def span(tensor: Tensor) -> int:
+    """Elements of memory from a tensor's first to its last."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def source_line(node: fx.Node) -> str:
     """The user's "file:line" that a node came from, or an empty string."""
     trace = node.meta.get("stack_trace") or ""
@@ -264,13 +278,15 @@ def operator_name(node: fx.Node) -> str:
 def viewed_input(node: fx.Node) -> fx.Node | None:
     """The argument that a node's result is a view of, or None if it allocates.
 
-    Reading an element of a list of views (split, unbind) is a view of the list's input.
+    Reading an element of a list of views (split, unbind) is a view of the list's input; an
+    in-place operator returns what it wrote into.
     """
     if is_item(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
         return viewed_input(source)
-    if getattr(node.target, "is_view", False) or operator_name(node) in _SILENT_VIEWS:
+    name = operator_name(node)
+    if getattr(node.target, "is_view", False) or name in _SILENT_VIEWS or name.endswith("_"):
         return node.all_input_nodes[0]
     return None
 

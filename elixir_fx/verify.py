@@ -12,6 +12,7 @@ Checked, by the numbers of the design's laws:
 11 every gradient of a reduced chunk passes its reduce exactly once
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import Tensor, fx
@@ -20,7 +21,16 @@ from elixir_fx import ops
 from elixir_fx.errors import VerifyError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Gather, Plan
-from elixir_fx.step import StepGraph, is_backward, is_item, memory_root, stay_of, value
+from elixir_fx.step import (
+    StepGraph,
+    is_backward,
+    is_item,
+    memory_root,
+    readers,
+    stay_of,
+    value,
+    viewed_input,
+)
 from elixir_fx.units import sizes
 
 
@@ -224,26 +234,26 @@ def _budget(step: StepGraph, plan: Plan) -> None:
     """Law 4: constants and live values at every position, by this file's own count."""
     limit = plan.limits.device
     constant = _constant_bytes(step, plan)
-    handed_out = _outputs(step)
-    born = {node: 0 if node in handed_out else _born_bytes(node) for node in step.nodes}
-    live, peak, where = 0, 0, ""
-    dies = _deaths(step)
+    born, died = _allocations(step)
+    live = 0
     for node in step.nodes:
-        live += born[node]
-        if live > peak:
-            peak, where = live, node.name
-        live -= sum(born[dead] for dead in dies.get(node, ()))
-    if constant + peak > limit:
-        raise VerifyError(
-            f"at {where} the step holds {sizes(constant + peak)} on the device "
-            f"({sizes(constant)} of it always); {sizes(limit)} are allowed"
-        )
+        live += born.get(node, 0)
+        if constant + live > limit:
+            raise VerifyError(
+                f"at {node.name} the step holds {sizes(constant + live)} on the device "
+                f"({sizes(constant)} of it always); {sizes(limit)} are allowed"
+            )
+        live -= died.get(node, 0)
 
 
 def _constant_bytes(step: StepGraph, plan: Plan) -> int:
     layout = plan.layout
     state_bytes = step.optimizer.state_bytes if step.optimizer else 0
-    total = layout.arena_bytes + sum(_nbytes(n) for n in step.nodes if _is_buffer(step, n))
+    total = layout.arena_bytes
+    for node in step.nodes:
+        buffer = value(node)
+        if _is_buffer(step, node) and isinstance(buffer, Tensor):
+            total += buffer.untyped_storage().nbytes()
     for chunk in layout.chunks:
         elements = sum(piece.span for piece in chunk.slices)
         if chunk.homes.parameters is Tier.DEVICE:
@@ -272,31 +282,33 @@ def _outputs(step: StepGraph) -> set[fx.Node]:
     return {memory_root(node) for node in (*forward, *given) if isinstance(node, fx.Node)}
 
 
-def _born_bytes(node: fx.Node) -> int:
-    """Bytes that a node allocates: results of operators, not inputs, views or gathers."""
-    if node.op != "call_function" or memory_root(node) is not node or node.target in ops.ALL:
-        return 0
-    if is_item(node):
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        return 0 if source.target in ops.ALL else _nbytes(node)
-    return _nbytes(node)
+def _allocations(step: StepGraph) -> tuple[Counter[fx.Node], Counter[fx.Node]]:
+    """Bytes that every node allocates, and bytes that are free after it.
 
-
-def _nbytes(node: fx.Node) -> int:
-    fake = value(node)
-    return fake.untyped_storage().nbytes() if isinstance(fake, Tensor) else 0
-
-
-def _deaths(step: StepGraph) -> dict[fx.Node, list[fx.Node]]:
-    """By node: the allocations whose last reader it is. Outputs of the forward are the
-    caller's as soon as they leave; those of the backward live to the end."""
-    last: dict[fx.Node, fx.Node] = {}
+    Inputs, gathered chunks and what the caller gets are not among them. A result is free
+    after the last reader of it or of a view of it; one of several results, not before the
+    last of them was picked.
+    """
+    given = _outputs(step)
+    position = {node: index for index, node in enumerate(step.nodes)}
+    born: Counter[fx.Node] = Counter()
+    died: Counter[fx.Node] = Counter()
     for node in step.nodes:
-        last.setdefault(memory_root(node), node)
-        for source in node.all_input_nodes:
-            last[memory_root(source)] = node
-    dies: dict[fx.Node, list[fx.Node]] = {}
-    for root, reader in last.items():
-        dies.setdefault(reader, []).append(root)
-    return dies
+        if node.op != "call_function" or node.target in ops.ALL or is_item(node):
+            continue
+        results = value(node)
+        items = {user.args[1]: user for user in node.users if is_item(user)}
+        picked = max([node, *items.values()], key=position.__getitem__)
+        if isinstance(results, Tensor):
+            owners = [(node, results)] if memory_root(node) is node else []
+        elif isinstance(results, (list, tuple)) and viewed_input(node) is None:
+            owners = [(items.get(index, node), result) for index, result in enumerate(results)]
+        else:
+            owners = []
+        for owner, result in owners:
+            if isinstance(result, Tensor) and owner not in given:
+                uses = readers(owner) if isinstance(results, Tensor) or owner is not node else ()
+                last = max([picked, *uses], key=position.__getitem__)
+                born[node] += result.untyped_storage().nbytes()
+                died[last] += result.untyped_storage().nbytes()
+    return born, died

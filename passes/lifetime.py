@@ -7,6 +7,8 @@ position of the last node that reads the storage through any view; several resul
 operator live at least until the last of them has been picked out.
 """
 
+from dataclasses import replace
+
 from elixir_fx.facts import Parameter, Role, Storage
 from elixir_fx.machine import Machine
 from elixir_fx.passes.derived import derived_from_parameters
@@ -17,6 +19,7 @@ from elixir_fx.step import (
     memory_root,
     readers,
     source_line,
+    span,
     tensor,
     value,
 )
@@ -25,37 +28,72 @@ from torch import Tensor, fx
 
 def lifetime(step: StepGraph, machine: Machine) -> None:
     """Fill `step.storages` and `step.parameters`."""
-    nodes = step.nodes
-    position = {node: index for index, node in enumerate(nodes)}
+    position = {node: index for index, node in enumerate(step.nodes)}
     roles = _roles(step)
-    storages = []
-    for node in nodes:
-        fake = value(node)
-        if not isinstance(fake, Tensor) or memory_root(node) is not node or node.op == "output":
+    storages: list[Storage] = []
+    for node in step.nodes:
+        if node.op == "output" or memory_root(node) is not node:
             continue
-        reads = sorted({position[user] for user in readers(node)})
-        born = position[node.args[0]] if is_item(node) else position[node]  # type: ignore[index]
-        dies = max([position[node], *reads])
-        if is_item(node):
-            dies = max(dies, *(position[item] for item in node.args[0].users))  # type: ignore[union-attr]
-        role, path = roles.get(node, (None, ""))
-        if role is None:
-            crosses = not is_backward(node) and any(is_backward(nodes[i]) for i in reads)
-            role = Role.ACTIVATION if crosses else Role.TEMPORARY
-        storages.append(
-            Storage(
-                name=node.name,
-                role=role,
-                path=path or module_path(node),
-                source=source_line(node),
-                nbytes=fake.untyped_storage().nbytes(),
-                born=born,
-                dies=dies,
-                readers=tuple(reads),
-            )
-        )
+        if isinstance(value(node), Tensor):
+            storages.append(_storage(node, position, roles))
+        else:
+            storages += _never_picked(node, position)
     step.storages = tuple(storages)
     step.parameters = _parameters(step, position)
+
+
+def _storage(
+    node: fx.Node, position: dict[fx.Node, int], roles: dict[fx.Node, tuple[Role, str]]
+) -> Storage:
+    """The memory that a node allocates, or picks from several results of an operator."""
+    reads = {position[user]: is_backward(user) for user in readers(node)}
+    born = position[node]
+    picked: list[int] = []
+    if is_item(node):
+        made = node.all_input_nodes[0]
+        born, picked = position[made], _picks(made, position)
+    role, path = roles.get(node, (None, ""))
+    if role is None:
+        crosses = not is_backward(node) and any(reads.values())
+        role = Role.ACTIVATION if crosses else Role.TEMPORARY
+    return Storage(
+        name=node.name,
+        role=role,
+        path=path or module_path(node),
+        source=source_line(node),
+        nbytes=tensor(node).untyped_storage().nbytes(),
+        born=born,
+        dies=max([position[node], *picked, *reads]),
+        readers=tuple(sorted(reads)),
+    )
+
+
+def _never_picked(node: fx.Node, position: dict[fx.Node, int]) -> list[Storage]:
+    """Results that an operator allocates with others and that nobody picks: they die with the
+    tuple that they came in."""
+    results = value(node)
+    if not isinstance(results, (list, tuple)):
+        return []
+    wanted = {user.args[1] for user in node.users if is_item(user)}
+    return [
+        Storage(
+            name=f"{node.name}_{index}",
+            role=Role.TEMPORARY,
+            path=module_path(node),
+            source=source_line(node),
+            nbytes=result.untyped_storage().nbytes(),
+            born=position[node],
+            dies=max([position[node], *_picks(node, position)]),
+            readers=(),
+        )
+        for index, result in enumerate(results)
+        if isinstance(result, Tensor) and index not in wanted
+    ]
+
+
+def _picks(node: fx.Node, position: dict[fx.Node, int]) -> list[int]:
+    """Where results of an operator are picked from the tuple that they come in."""
+    return [position[user] for user in node.users if is_item(user)]
 
 
 def _roles(step: StepGraph) -> dict[fx.Node, tuple[Role, str]]:
@@ -84,14 +122,8 @@ def _parameters(step: StepGraph, position: dict[fx.Node, int]) -> tuple[Paramete
     found = []
     for path, node in step.parameter_nodes.items():
         fake = tensor(node)
-        reads = {
-            position[user]
-            for held in (node, *derived_from_parameters(node))
-            for user in readers(held)
-            if user.op != "output"
-        }
+        reads = _reads(node, position)
         gradient = gradients.get(path)
-        span = 1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True))
         found.append(
             Parameter(
                 path=path,
@@ -100,15 +132,27 @@ def _parameters(step: StepGraph, position: dict[fx.Node, int]) -> tuple[Paramete
                 strides=tuple(fake.stride()),
                 dtype=str(fake.dtype).removeprefix("torch."),
                 itemsize=fake.element_size(),
-                span=span if fake.numel() else 0,
-                trainable=gradient is not None,
+                span=span(fake),
+                trainable=step.paths[node.name].trainable,
                 reads=tuple(sorted(reads)),
                 gradient=position[gradient] if gradient is not None else None,
+                gradient_storage=memory_root(gradient).name if gradient is not None else "",
                 pinned=step.pinned.get(path),
             )
         )
+    found += [replace(idle, pinned=step.pinned.get(idle.path)) for idle in step.idle]
     never = len(position)
     return tuple(sorted(found, key=lambda item: item.reads[0] if item.reads else never))
+
+
+def _reads(parameter: fx.Node, position: dict[fx.Node, int]) -> set[int]:
+    """Where a parameter's own memory is read. What the forward derives from it is made again
+    in the backward, before its first reader there (see split_views)."""
+    found = {position[user] for user in readers(parameter) if user.op != "output"}
+    for made in derived_from_parameters(parameter):
+        backward = [position[user] for user in made.users if is_backward(user)]
+        found.update(backward if memory_root(made) is parameter else sorted(backward)[:1])
+    return found
 
 
 def module_path(node: fx.Node) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 
 
 def split_views(step: StepGraph, plan: Plan) -> None:
-    """Give every backward reader of a derived weight a copy of the derivation of its own."""
+    """Give the backward readers of a derived weight a derivation of their own."""
     away = {
         piece.path
         for chunk in plan.layout.chunks
@@ -29,26 +29,22 @@ def split_views(step: StepGraph, plan: Plan) -> None:
 
 
 def _split(graph: fx.Graph, parameter: fx.Node) -> None:
-    made = list(derived_from_parameters(parameter))
-    again: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-    for node in made:
-        for user in [user for user in node.users if is_backward(user)]:
-            user.replace_input_with(node, _remake(graph, node, parameter, user, again))
+    made = set(derived_from_parameters(parameter))
+    again: dict[fx.Node, fx.Node] = {parameter: parameter}
+    for reader in list(graph.nodes):
+        if is_backward(reader):
+            for node in reader.all_input_nodes:
+                if node in made:
+                    reader.replace_input_with(node, _remade(graph, node, reader, again))
 
 
-def _remake(
-    graph: fx.Graph,
-    node: fx.Node,
-    parameter: fx.Node,
-    reader: fx.Node,
-    again: dict[tuple[fx.Node, fx.Node], fx.Node],
+def _remade(
+    graph: fx.Graph, node: fx.Node, reader: fx.Node, again: dict[fx.Node, fx.Node]
 ) -> fx.Node:
-    """The chain parameter -> node, made again just before `reader`."""
-    if node is parameter:
-        return parameter
-    if (node, reader) not in again:
-        source = _remake(graph, node.all_input_nodes[0], parameter, reader, again)
+    """The backward's own copy of a derived value, made before its first `reader`."""
+    if node not in again:
+        source = _remade(graph, node.all_input_nodes[0], reader, again)
         with graph.inserting_before(reader):
             copy = graph.node_copy(node, lambda _: source)
-        again[node, reader] = mark(copy, backward=True)
-    return again[node, reader]
+        again[node] = mark(copy, backward=True)
+    return again[node]

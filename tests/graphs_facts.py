@@ -127,6 +127,7 @@ class Builder:
             role, path = Role.GRADIENT, gradient_of
             known = self.parameters[gradient_of]
             known["gradient"] = position
+            known["gradient_storage"] = name
             nbytes = known["span"] * known["itemsize"]
         if nbytes:
             self.values[name] = {

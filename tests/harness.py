@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 import elixir_fx
-from elixir_fx.plan import Plan
+from elixir_fx import planner
+from elixir_fx.config import read_options
+from elixir_fx.plan import Limits, Plan
+from elixir_fx.session import Session
 from elixir_fx.units import GIB
 
 Batch = tuple[Any, ...] | dict[str, Any]
@@ -39,10 +42,12 @@ class Run:
 
     `grads` are those of the last step, before the optimizer; None where there was none.
     `states` are the optimizer's, by the parameter's index and the state's name.
+    `evaluated` are outputs of evaluations between the steps, by step and place.
     `stats` and `plan` are None in a plain run.
     """
 
     losses: list[Tensor] = field(default_factory=list)
+    evaluated: dict[str, Tensor] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, Tensor] = field(default_factory=dict)
     grads: dict[str, Tensor | None] = field(default_factory=dict)
@@ -87,14 +92,16 @@ def train(
     batches: Sequence[Batch],
     *,
     accumulate: int = 1,
+    evaluate: bool = False,
     seed: int = 0,
     compile: Mapping[str, Any] | None = None,
 ) -> Run:
     """One optimizer step for each `accumulate` batches; with `compile`, through elixir_fx.
 
-    The model and its weights are changed in place. `seed` is set before every step, so that
-    dropout draws the same numbers on both sides however the library spends random numbers
-    while it plans.
+    With `evaluate` the step's first batch is evaluated before the backward, while gradients
+    are off, and after the step in eval mode. The model and its weights are changed in place.
+    `seed` is set before every step, so that dropout draws the same numbers on both sides
+    however the library spends random numbers while it plans.
     """
     optimizer = make_optimizer(list(model.parameters()))
     net: Any = model
@@ -106,6 +113,8 @@ def train(
         torch.manual_seed(seed + number)
         for batch in micro_batches:
             loss = loss_of(call(net, batch)) / len(micro_batches)
+            if evaluate:
+                _evaluate(net, batch, f"{number}, between", run)
             loss.backward()
             run.losses.append(loss.detach().clone())
         if number == len(steps) - 1:
@@ -114,7 +123,11 @@ def train(
                 for name, p in net.named_parameters()
             }
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+        if evaluate:
+            net.eval()
+            _evaluate(net, micro_batches[0], f"{number}, after", run)
+            net.train()
     run.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
     for index, states in optimizer.state_dict()["state"].items():
         for name, value in states.items():
@@ -124,17 +137,25 @@ def train(
     return run
 
 
+def _evaluate(net: nn.Module, batch: Batch, when: str, run: Run) -> None:
+    with torch.no_grad():
+        for place, leaf in enumerate(leaves(call(net, batch))):
+            run.evaluated[f"{when}, {place}"] = leaf.clone()
+
+
 def compare(
     model: nn.Module,
     make_optimizer: MakeOptimizer,
     batches: Sequence[Batch],
     *,
     accumulate: int = 1,
+    evaluate: bool = False,
     compile: Mapping[str, Any],
 ) -> Run:
     """Train a deep copy plainly and `model` through elixir_fx; assert equality; our run."""
-    plain = train(copy.deepcopy(model), make_optimizer, batches, accumulate=accumulate)
-    ours = train(model, make_optimizer, batches, accumulate=accumulate, compile=compile)
+    how: dict[str, Any] = {"accumulate": accumulate, "evaluate": evaluate}
+    plain = train(copy.deepcopy(model), make_optimizer, batches, **how)
+    ours = train(model, make_optimizer, batches, compile=compile, **how)
     assert_equal_runs(plain, ours)
     return ours
 
@@ -181,7 +202,7 @@ def assert_equal_runs(plain: Run, ours: Run) -> None:
     for index, (a, b) in enumerate(zip(plain.losses, ours.losses, strict=False)):
         if difference(a, b) is not None:
             problems.append(f"loss {index}: plain {a.item()!r}, ours {b.item()!r}")
-    for what in ("grads", "weights", "states"):
+    for what in ("evaluated", "grads", "weights", "states"):
         left, right = getattr(plain, what), getattr(ours, what)
         for name in sorted(left.keys() ^ right.keys()):
             problems.append(f"{what}: {name} only in {'plain' if name in left else 'ours'}")
@@ -191,8 +212,24 @@ def assert_equal_runs(plain: Run, ours: Run) -> None:
     assert not problems, f"{len(problems)} differences\n" + "\n".join(problems[:20])
 
 
+def needs(
+    model: nn.Module,
+    batch: Batch,
+    *,
+    optimizer: torch.optim.Optimizer | str = "adamw",
+    **options: Any,
+) -> tuple[int, int]:
+    """The smallest device budget that works, and what the step takes where all stays."""
+    session = Session(model, optimizer, read_options(options))
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    facts = session.facts_only(args, kwargs)
+    tiers = session.lowering.limits
+    smallest = planner.smallest(facts, session.machine, tiers)
+    whole = planner.search(facts, session.machine, Limits(device=64 * GIB))
+    return smallest, whole.forecast.peak_device_bytes
+
+
 def budget(model: nn.Module, batch: Batch, share: float, **options: Any) -> int:
     """A device budget between the smallest that works (share 0) and all that is needed (1)."""
-    smallest = elixir_fx.smallest_memory(model, batch, **options)
-    everything = elixir_fx.plan(model, batch, memory=64 * GIB, **options)
-    return smallest + int(share * max(0, everything.forecast.peak_device_bytes - smallest))
+    smallest, everything = needs(model, batch, **options)
+    return smallest + int(share * max(0, everything - smallest))

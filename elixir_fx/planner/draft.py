@@ -352,13 +352,9 @@ class Drafter:
         return tuple(use for use in self._all_uses if (use.chunk, Part.PARAMETERS) in away)
 
     def _gradient_block(self, away: set[Item]) -> int:
-        reduces = self.footprint.reduces
+        """A block takes the gradients of any chunk, also one that another graph trains."""
         return max(
-            (
-                self._sizes[chunk].packed[part]
-                for chunk, part in away
-                if part is Part.GRADIENTS and chunk in reduces
-            ),
+            (self._sizes[chunk].packed[part] for chunk, part in away if part is Part.GRADIENTS),
             default=0,
         )
 

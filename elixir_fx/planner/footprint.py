@@ -153,14 +153,15 @@ class Footprint:
     def last_deaths(self) -> tuple[tuple[Storage, int], ...]:
         """Every storage that counts as live, with the position it lives to, while gradients
         go home by reduces."""
-        reduced = {
-            piece.path: self.reduces[chunk.id]
-            for chunk in self.chunks
-            if chunk.id in self.reduces
-            for piece in chunk.slices
-        }
+        chunk_of = {piece.path: chunk.id for chunk in self.chunks for piece in chunk.slices}
+        reduced: dict[str, int] = {}
+        for parameter in self.facts.parameters:
+            position = self.reduces.get(chunk_of.get(parameter.path, -1))
+            if position is not None and parameter.gradient is not None:
+                name = parameter.gradient_storage
+                reduced[name] = max(position, reduced.get(name, 0))
         return tuple(
-            (storage, _death(self.facts, storage, reduced.get(storage.path)))
+            (storage, _death(self.facts, storage, reduced.get(storage.name)))
             for storage in self.facts.storages
             if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT)
         )

@@ -19,7 +19,7 @@ from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
 from elixir_fx.planner.pack import away_tiers, chunk_sizes, pack, pinned_tiers
 from elixir_fx.planner.place import Stay
-from elixir_fx.units import GIB, MIB, sizes
+from elixir_fx.units import GIB, KIB, MIB, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +201,9 @@ def make_schedule(
 
 
 def round_up(nbytes: int) -> str:
-    """Bytes as a user would write them, not less."""
-    if nbytes > 4 * GIB:
-        tenths = -(-nbytes * 10 // GIB)
-        return f"{tenths / 10:g}GiB"
-    return f"{-(-nbytes // MIB)}MiB"
+    """Bytes as a user would write them: not less, and hardly more."""
+    if nbytes > 16 * GIB:
+        return f"{-(-nbytes * 10 // GIB) / 10:g}GiB"
+    if nbytes > 10 * MIB:
+        return f"{-(-nbytes // MIB)}MiB"
+    return f"{-(-nbytes // KIB)}KiB"

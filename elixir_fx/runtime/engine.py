@@ -175,29 +175,17 @@ class Engine:
                 away(parameter, home, source)
 
     def constant_bytes(self) -> int:
-        """Device bytes that ordinary parameters, their gradients and states, buffers and the
-        arena take now."""
-        total = self.layout.arena_bytes + self.buffer_bytes
-        for parameter in self._parameters:
-            if type(parameter) is not AwayParameter:
-                total += parameter.nbytes
-            gradient = parameter.grad
-            if gradient is not None and not isinstance(gradient, ChunkGradient):
-                total += gradient.nbytes
-        return total + self.state_bytes()
+        """Device bytes that are always there: ordinary parameters and optimizer states,
+        buffers, the arena."""
+        ordinary = sum(p.nbytes for p in self._parameters if type(p) is not AwayParameter)
+        return self.layout.arena_bytes + self.buffer_bytes + ordinary + self.state_bytes()
 
-    def check_owned(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
-        """ElixirError if a managed parameter was replaced by another object."""
-        if self.layout.keeps_all:
-            return
-        for path, tensor in zip(paths, tensors, strict=True):
-            mine = self._owned.get(path)
-            if mine is not None and mine is not tensor:
-                raise ElixirError(
-                    f"{path} is another parameter object than the one that was compiled: write "
-                    "into that one (copy_, load_state_dict), or compile a changed "
-                    "copy.deepcopy(model), which is a plain model"
-                )
+    def gradient_bytes(self) -> int:
+        """Device bytes of the gradients that are ordinary tensors now."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        return sum(
+            g.nbytes for g in gradients if g is not None and not isinstance(g, ChunkGradient)
+        )
 
     def accumulating(self) -> bool:
         """Whether gradients at home on the device are there already."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Layout, Slice
 from elixir_fx.runtime.away import Source
+from elixir_fx.runtime.heap import give_back_pages
 from elixir_fx.runtime.hooks import Accumulation, accumulation, pass_by, run_hooks
 from elixir_fx.runtime.parameters import ChunkGradient
 from elixir_fx.runtime.store import Region, Store, TensorHome
@@ -59,6 +60,12 @@ class _Block:
     memory: Tensor
     ticket: Ticket = field(default_factory=Ticket.ready)
     fetching: int | None = None  # the chunk whose old gradient is on its way into it
+    used: bool = False  # its pages hold something, or did
+
+    def settle(self) -> None:
+        """Wait for what is under way; an error is told once."""
+        ticket, self.ticket = self.ticket, Ticket.ready()
+        ticket.wait()
 
 
 class Reducer:
@@ -128,7 +135,7 @@ class Reducer:
         block = self._take_block(chunk)
         memory = block.memory[: region.nbytes]
         self._fetch_next(chunk)
-        block.ticket.wait()
+        block.settle()
         for entry, gradient, _ in arrived:
             assert entry.gradient is not None
             first = entry.piece.offset * entry.chunk.itemsize
@@ -166,6 +173,7 @@ class Reducer:
         """The block whose last use began the longest ago."""
         block = self._blocks[self._next]
         self._next = (self._next + 1) % len(self._blocks)
+        block.used = True
         return block
 
     def _fetch_old(self, chunk: int, block: _Block) -> None:
@@ -193,11 +201,19 @@ class Reducer:
         for block in self._blocks:
             block.fetching = None
 
+    def rest(self) -> None:
+        """A forward begins: no gradient passes through the blocks for a while. On a CPU their
+        pages go back to the system, for the activations that are about to come."""
+        for block in self._blocks:
+            if block.used and block.ticket.settled and not block.memory.is_cuda:
+                give_back_pages(block.memory)
+                block.used = False
+
     def drain(self) -> None:
         """Wait for every gradient that is on its way home."""
         self.start()
         for block in self._blocks:
-            block.ticket.wait()
+            block.settle()
 
 
 def _keep_earlier(entry: Entry) -> None:

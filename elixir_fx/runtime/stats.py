@@ -68,13 +68,13 @@ class Stats:
         if key in self._peaks and not self._bounded:
             yield
         else:
-            always = engine.constant_bytes()
-            limit = self._limit_bytes - always + spare_bytes
+            held = engine.gradient_bytes()
+            limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
             with meter:
                 yield
-            self._peaks[key] = max(self._peaks.get(key, 0), always + meter.peak_bytes)
+            self._peaks[key] = max(self._peaks.get(key, 0), held + meter.peak_bytes)
         self._busy_s += time.perf_counter() - started
         self._peak = max(self._peak, self._peaks[key])
 
@@ -93,7 +93,7 @@ class Stats:
             "compute_s": self._busy_s - waited,
             "optimizer_s": optimizer_s,
             "exposed_s": waited + optimizer_s,
-            "peak_device_bytes": self._peak,
+            "peak_device_bytes": self._peak + engine.constant_bytes(),
             "peak_host_bytes": engine.store.used(Tier.HOST),
             "disk_read_bytes": counters.disk_read_bytes - before.disk_read_bytes,
             "disk_write_bytes": counters.disk_write_bytes - before.disk_write_bytes,
