@@ -195,6 +195,7 @@ class _Compilation:
             inputs=self.placeholders(module),
             trains=trains,
             idle=self.idle(),
+            buffer_bytes=sum(buffer.nbytes for buffer in self.capture.model.buffers()),
         )
         self.lowered = self.capture.lower(self.step)
 

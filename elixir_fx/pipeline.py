@@ -22,7 +22,7 @@ from elixir_fx.passes.release import release
 from elixir_fx.passes.split_views import split_views
 from elixir_fx.plan import Plan
 from elixir_fx.step import NOTE, Record, StepGraph
-from elixir_fx.verify import verify
+from elixir_fx.verify import reference, verify
 
 Analysis = Callable[[StepGraph, Machine], None]
 Transform = Callable[[StepGraph, Plan], None]
@@ -81,6 +81,7 @@ def annotate(step: StepGraph, machine: Machine, pipeline: Pipeline) -> None:
 def rewrite(step: StepGraph, plan: Plan, pipeline: Pipeline, dump: Path | None = None) -> None:
     """Run the transforms, each one checked. VerifyError names the pass that broke a law."""
     done: list[str] = []
+    step.reference = reference(step)
     _dump(step, dump, "captured", 0)
     for transform in pipeline.transforms:
         started = time.perf_counter()

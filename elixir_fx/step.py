@@ -42,6 +42,18 @@ class Record:
     removed: Mapping[str, int]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reference:
+    """What a captured graph reads and returns.
+
+    `reads`: by node and place among its inputs, the path of the parameter that this input is
+    made of alone. `gradients`: names of the nodes that hold gradients, by path.
+    """
+
+    reads: Mapping[tuple[str, int], str]
+    gradients: Mapping[str, str]
+
+
 @dataclass(kw_only=True, eq=False)
 class StepGraph:
     """The joint graph of one training step, or the forward alone where nothing trains.
@@ -57,6 +69,7 @@ class StepGraph:
     inputs: tuple[Input, ...]
     trains: bool
     idle: tuple[Parameter, ...] = ()  # parameters of the model that this graph does not have
+    buffer_bytes: int = 0  # of all buffers of the model
     optimizer: OptimizerFacts | None = None
     pinned: Mapping[str, str] = field(default_factory=dict)
     # filled by the analysis passes
@@ -65,6 +78,8 @@ class StepGraph:
     costs: tuple[Cost, ...] = ()
     moves: tuple[Moves, ...] = ()
     missing: tuple[str, ...] = ()
+    # what the transform passes must keep
+    reference: "Reference | None" = None
     # decided by the planner
     layout: Layout | None = None
     schedule: Schedule | None = None
@@ -147,7 +162,7 @@ class StepGraph:
             storages=self.storages,
             parameters=self.parameters,
             moves=self.moves,
-            buffer_bytes=sum(s.nbytes for s in self.storages if s.role is Role.BUFFER),
+            buffer_bytes=self.buffer_bytes,
             optimizer=self.optimizer,
             missing=self.missing,
         )

@@ -1,37 +1,42 @@
 """Prove that a transformed graph keeps the laws; runs after every pass.
 
 Independent of the passes and of the planner: it walks the nodes in their order of execution
-and follows what every gather cache block holds. A graph that breaks a law is never run.
+and follows what every block of the gather cache holds, and it compares with the captured graph
+(`Reference`), whose readers must read the same parameters still. A graph that breaks a law is
+never run.
 
 Checked, by the numbers of the design's laws:
-1  every read of an away parameter reads a gather of its own phase
+1  every read of an away parameter reads that parameter, through a gather of its own phase
 2  no read of a chunk, or of a view of it, outside gather .. release; every gather is released
 3  no gathered weight crosses from forward to backward
-4  at no position do the planned bytes exceed the budget
+4  at no position do the planned bytes exceed the budget (verify_memory)
 5  a block is written (from its prefetch on) only while no other stay uses those bytes
+10 slices of a chunk start at multiples of 64 elements, and do not meet
 11 every gradient of a reduced chunk passes its reduce exactly once
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from torch import Tensor, fx
+import torch
+from torch import fx
 
 from elixir_fx import ops
 from elixir_fx.errors import VerifyError
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Chunk, Gather, Plan
+from elixir_fx.plan import Chunk, Gather, Plan, Slice
 from elixir_fx.step import (
+    Reference,
     StepGraph,
     is_backward,
     is_item,
     memory_root,
-    readers,
     stay_of,
-    value,
-    viewed_input,
 )
-from elixir_fx.units import sizes
+from elixir_fx.verify_memory import budget
+
+CUT_ELEMENTS = 64  # every cut falls on a multiple of it (law 10)
 
 
 def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
@@ -42,6 +47,7 @@ def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
     once there are releases.
     """
     _order(step)
+    _arguments(step)
     walk = _Walk(step=step)
     targets = {node.target for node in step.nodes}
     if complete or ops.RELEASE in targets:
@@ -49,9 +55,19 @@ def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
             walk.visit(node)
         walk.end()
     if complete:
+        _slices(plan)
         _away_parameters(step, plan)
+        _same_reads(step)
         _gradients(step, plan)
-        _budget(step, plan)
+        budget(step, plan)
+
+
+def reference(step: StepGraph) -> Reference:
+    """What a captured graph reads and returns, to hold the transformed one to."""
+    return Reference(
+        reads=_parameter_reads(step),
+        gradients={path: node.name for path, node in step.gradients.items()},
+    )
 
 
 def _order(step: StepGraph) -> None:
@@ -68,6 +84,51 @@ def _order(step: StepGraph) -> None:
         if backward and not is_backward(node):
             raise VerifyError(f"forward node {node.name} stands after the backward began")
         backward = backward or is_backward(node)
+
+
+def _arguments(step: StepGraph) -> None:
+    """Our nodes say what their stay says, and every view of a chunk is a whole parameter."""
+    for node in step.nodes:
+        if node.target in (ops.GATHER, ops.PREFETCH, ops.RELEASE):
+            stay = stay_of(node)
+            if node.args[0] != stay.chunk:
+                raise VerifyError(
+                    f"{node.name} names chunk {node.args[0]}, its stay chunk {stay.chunk}"
+                )
+        if node.target is not ops.GATHER:
+            continue
+        chunk = step.chunk(stay_of(node).chunk)
+        if chunk.homes.parameters is Tier.DEVICE:
+            raise VerifyError(f"{node.name}: chunk {chunk.id} is at home on the device")
+        if node.args[1:3] != (chunk.numel, getattr(torch, chunk.dtype)):
+            raise VerifyError(f"{node.name} does not have the size of chunk {chunk.id}")
+        for view in node.users:
+            _view(view, chunk)
+
+
+def _view(view: fx.Node, chunk: Chunk) -> None:
+    piece = _piece(view, chunk)
+    for shaped in view.users if piece is not None else ():
+        if (
+            shaped.target is torch.ops.aten.as_strided.default
+            and tuple(shaped.args[1]) == piece.shape  # type: ignore[arg-type]
+            and tuple(shaped.args[2]) == piece.strides  # type: ignore[arg-type]
+        ):
+            continue
+        raise VerifyError(
+            f"{shaped.name} reads {piece.path!r} from chunk {chunk.id} in another shape"
+        )
+    if piece is None:
+        raise VerifyError(f"{view.name} reads no single parameter of chunk {chunk.id}")
+
+
+def _piece(view: fx.Node, chunk: Chunk) -> Slice | None:
+    """The slice of the chunk that a view of its gather cuts out."""
+    if view.target is not torch.ops.aten.slice.Tensor:
+        return None
+    bounds = tuple(view.args[1:])
+    found = (p for p in chunk.slices if bounds == (0, p.offset, p.offset + p.span))
+    return next(found, None)
 
 
 @dataclass(kw_only=True)
@@ -196,6 +257,21 @@ def _overlap(one: _Stay, other: _Stay) -> bool:
     return one.gather.offset < other.end and other.gather.offset < one.end
 
 
+def _slices(plan: Plan) -> None:
+    for chunk in plan.layout.chunks:
+        for piece in chunk.slices:
+            if piece.offset % CUT_ELEMENTS:
+                raise VerifyError(
+                    f"{piece.path!r} starts at element {piece.offset} of chunk {chunk.id}, not at "
+                    f"a multiple of {CUT_ELEMENTS}"
+                )
+            if piece.offset + piece.span > chunk.numel:
+                raise VerifyError(f"{piece.path!r} reaches over the end of chunk {chunk.id}")
+        for one, other in pairwise(sorted(chunk.slices, key=lambda piece: piece.offset)):
+            if other.offset < one.offset + one.span:
+                raise VerifyError(f"{one.path!r} and {other.path!r} meet in chunk {chunk.id}")
+
+
 def _away_parameters(step: StepGraph, plan: Plan) -> None:
     parameters = step.parameter_nodes
     for chunk in plan.layout.chunks:
@@ -211,104 +287,76 @@ def _away_parameters(step: StepGraph, plan: Plan) -> None:
                     )
 
 
-def _gradients(step: StepGraph, plan: Plan) -> None:
-    """Gradients of chunks that are reduced go through their reduce, once."""
-    if plan.layout.keeps_all:
+def _same_reads(step: StepGraph) -> None:
+    """Nodes of the captured graph read the parameters that they read there."""
+    if step.reference is None:
         return
-    answers: dict[str, int] = {}
+    now = _parameter_reads(step)
+    names = {node.name for node in step.nodes}
+    for (name, place), path in step.reference.reads.items():
+        found = now.get((name, place))
+        if name in names and found != path:
+            what = f"parameter {found!r}" if found else "something else"
+            raise VerifyError(f"input {place} of {name} is {what}, not parameter {path!r}")
+
+
+def _parameter_reads(step: StepGraph) -> dict[tuple[str, int], str]:
+    """By node and input: the parameter that it is made of alone, by views or copies."""
+    origin: dict[fx.Node, str] = {}
+    found = {}
+    for node in step.nodes:
+        if node.op == "output":
+            continue
+        sources = node.all_input_nodes
+        for place, source in enumerate(sources):
+            if source in origin:
+                found[node.name, place] = origin[source]
+        path = _origin(step, node)
+        if path is None and len(sources) == 1:
+            path = origin.get(sources[0])
+        if path is not None:
+            origin[node] = path
+    return found
+
+
+def _origin(step: StepGraph, node: fx.Node) -> str | None:
+    """The parameter that a placeholder is, or that a view cuts out of a gathered chunk."""
+    if node.op == "placeholder" and node.name in step.parameter_names:
+        return step.paths[node.name].path
+    gathered = node.all_input_nodes[0] if node.all_input_nodes else None
+    if gathered is None or gathered.target is not ops.GATHER:
+        return None
+    piece = _piece(node, step.chunk(stay_of(gathered).chunk))
+    return piece.path if piece is not None else None
+
+
+def _gradients(step: StepGraph, plan: Plan) -> None:
+    """Gradients go through the reduce of their chunk, once, each in its own place."""
+    answers: set[int] = set()
     for path, node in step.gradients.items():
         source = node.args[0] if is_item(node) else None
         if not isinstance(source, fx.Node) or source.target is not ops.REDUCE:
-            raise VerifyError(f"the gradient of {path!r} leaves the graph without a reduce")
-        chunk_id = source.args[0]
-        assert isinstance(chunk_id, int)
-        if all(piece.path != path for piece in step.chunk(chunk_id).slices):
-            raise VerifyError(f"{source.name} reduces {path!r}, which is not in chunk {chunk_id}")
-        answers[path] = chunk_id
-    reduced = [node.args[0] for node in step.nodes if node.target is ops.REDUCE]
-    if len(reduced) != len(set(reduced)) or set(reduced) != set(answers.values()):
-        raise VerifyError(f"chunks {sorted(map(str, reduced))} are reduced, not each once")
-
-
-def _budget(step: StepGraph, plan: Plan) -> None:
-    """Law 4: constants and live values at every position, by this file's own count."""
-    limit = plan.limits.device
-    constant = _constant_bytes(step, plan)
-    born, died = _allocations(step)
-    live = 0
-    for node in step.nodes:
-        live += born.get(node, 0)
-        if constant + live > limit:
             raise VerifyError(
-                f"at {node.name} the step holds {sizes(constant + live)} on the device "
-                f"({sizes(constant)} of it always); {sizes(limit)} are allowed"
+                f"the gradient of {path!r}, {node.name}, leaves the graph without a reduce"
             )
-        live -= died.get(node, 0)
-
-
-def _constant_bytes(step: StepGraph, plan: Plan) -> int:
-    layout = plan.layout
-    state_bytes = step.optimizer.state_bytes if step.optimizer else 0
-    total = layout.arena_bytes
-    for node in step.nodes:
-        buffer = value(node)
-        if _is_buffer(step, node) and isinstance(buffer, Tensor):
-            total += buffer.untyped_storage().nbytes()
-    for chunk in layout.chunks:
-        elements = sum(piece.span for piece in chunk.slices)
-        if chunk.homes.parameters is Tier.DEVICE:
-            total += elements * chunk.itemsize
-        if chunk.trainable and chunk.homes.gradients is Tier.DEVICE:
-            total += elements * chunk.itemsize
-        if chunk.trainable and chunk.homes.states is Tier.DEVICE:
-            total += elements * state_bytes
-    return total
-
-
-def _is_buffer(step: StepGraph, node: fx.Node) -> bool:
-    return (
-        node.op == "placeholder"
-        and node.name in step.paths
-        and node.name not in step.parameter_names
-        and step.paths[node.name].role.value == "buffer"
-    )
-
-
-def _outputs(step: StepGraph) -> set[fx.Node]:
-    """Storages that the caller gets: outputs of the forward, gradients of its inputs."""
-    forward, backward = step.results()
-    inputs = [item.node in step.parameter_names for item in step.inputs]
-    given = [node for node, ours in zip(backward, inputs, strict=False) if not ours]
-    return {memory_root(node) for node in (*forward, *given) if isinstance(node, fx.Node)}
-
-
-def _allocations(step: StepGraph) -> tuple[Counter[fx.Node], Counter[fx.Node]]:
-    """Bytes that every node allocates, and bytes that are free after it.
-
-    Inputs, gathered chunks and what the caller gets are not among them. A result is free
-    after the last reader of it or of a view of it; one of several results, not before the
-    last of them was picked.
-    """
-    given = _outputs(step)
-    position = {node: index for index, node in enumerate(step.nodes)}
-    born: Counter[fx.Node] = Counter()
-    died: Counter[fx.Node] = Counter()
-    for node in step.nodes:
-        if node.op != "call_function" or node.target in ops.ALL or is_item(node):
-            continue
-        results = value(node)
-        items = {user.args[1]: user for user in node.users if is_item(user)}
-        picked = max([node, *items.values()], key=position.__getitem__)
-        if isinstance(results, Tensor):
-            owners = [(node, results)] if memory_root(node) is node else []
-        elif isinstance(results, (list, tuple)) and viewed_input(node) is None:
-            owners = [(items.get(index, node), result) for index, result in enumerate(results)]
-        else:
-            owners = []
-        for owner, result in owners:
-            if isinstance(result, Tensor) and owner not in given:
-                uses = readers(owner) if isinstance(results, Tensor) or owner is not node else ()
-                last = max([picked, *uses], key=position.__getitem__)
-                born[node] += result.untyped_storage().nbytes()
-                died[last] += result.untyped_storage().nbytes()
-    return born, died
+        chunk_id, slices, gradients = source.args
+        assert isinstance(chunk_id, int)
+        place = node.args[1]
+        reduced = step.chunk(chunk_id).slices[slices[place]].path  # type: ignore[index]
+        if reduced != path:
+            raise VerifyError(
+                f"{source.name} gives the gradient of {reduced!r} in chunk {chunk_id} to {path!r}"
+            )
+        wanted = step.reference.gradients.get(path) if step.reference is not None else None
+        given = gradients[place].name  # type: ignore[index, union-attr]
+        if wanted not in (None, given):
+            raise VerifyError(
+                f"{source.name} takes {given} for the gradient of {path!r}, which is {wanted}"
+            )
+        answers.add(chunk_id)
+    count = Counter(node.args[0] for node in step.nodes if node.target is ops.REDUCE)
+    for chunk_id, times in count.items():
+        if times != 1 or chunk_id not in answers:
+            raise VerifyError(
+                f"chunk {chunk_id} is reduced {times} times, {len(answers & {chunk_id})} wanted"
+            )

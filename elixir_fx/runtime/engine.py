@@ -187,6 +187,19 @@ class Engine:
             g.nbytes for g in gradients if g is not None and not isinstance(g, ChunkGradient)
         )
 
+    def check_owned(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        """ElixirError if a managed parameter was replaced by another object."""
+        if self.layout.keeps_all:
+            return
+        for path, tensor in zip(paths, tensors, strict=True):
+            mine = self._owned.get(path)
+            if mine is not None and mine is not tensor:
+                raise ElixirError(
+                    f"{path} is another parameter object than the one that was compiled: write "
+                    "into that one (copy_, load_state_dict), or compile a changed "
+                    "copy.deepcopy(model), which is a plain model"
+                )
+
     def accumulating(self) -> bool:
         """Whether gradients at home on the device are there already."""
         return self._witness is not None and self._witness.grad is not None
