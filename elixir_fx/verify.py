@@ -108,7 +108,9 @@ def _arguments(step: StepGraph) -> None:
 
 def _view(view: fx.Node, chunk: Chunk) -> None:
     piece = _piece(view, chunk)
-    for shaped in view.users if piece is not None else ():
+    if piece is None:
+        raise VerifyError(f"{view.name} reads no single parameter of chunk {chunk.id}")
+    for shaped in view.users:
         if (
             shaped.target is torch.ops.aten.as_strided.default
             and tuple(shaped.args[1]) == piece.shape  # type: ignore[arg-type]
@@ -118,8 +120,6 @@ def _view(view: fx.Node, chunk: Chunk) -> None:
         raise VerifyError(
             f"{shaped.name} reads {piece.path!r} from chunk {chunk.id} in another shape"
         )
-    if piece is None:
-        raise VerifyError(f"{view.name} reads no single parameter of chunk {chunk.id}")
 
 
 def _piece(view: fx.Node, chunk: Chunk) -> Slice | None:

@@ -8,11 +8,12 @@ operator, shapes, strides and dtypes. An operator that nobody measured yet is li
 
 import math
 
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
 from elixir_fx.facts import Cost
 from elixir_fx.machine import Machine
 from elixir_fx.step import StepGraph, describe, is_item, operator_name, value, viewed_input
-from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
 
 LAUNCH_S = 2e-6  # of one operator call from generated Python code
 
@@ -34,9 +35,7 @@ def compute_cost(step: StepGraph, machine: Machine) -> None:
             seconds, source = LAUNCH_S + roofline, "roofline"
         else:
             source = "measured"
-        costs.append(
-            Cost(node=node.name, seconds=seconds, flops=flops, bytes=moved, source=source)
-        )
+        costs.append(Cost(node=node.name, seconds=seconds, flops=flops, bytes=moved, source=source))
     step.costs = tuple(costs)
     step.missing = tuple(missing)
 

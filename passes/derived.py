@@ -8,8 +8,9 @@ reads as reads of the parameter, and split_views, which makes them again, ask he
 
 from collections.abc import Iterator
 
-from elixir_fx.step import is_backward, operator_name, viewed_input
 from torch import fx
+
+from elixir_fx.step import is_backward, operator_name, viewed_input
 
 CHEAP = frozenset({"aten::_to_copy", "aten::clone"})
 

@@ -9,12 +9,13 @@ Law       every read of an away parameter reads a gather of its own phase (laws 
 """
 
 import torch
+from torch import fx
+
 from elixir_fx import ops
 from elixir_fx.errors import PlanError
 from elixir_fx.plan import Chunk, Gather, Plan, Slice
 from elixir_fx.step import StepGraph, is_backward, mark, tensor
 from elixir_fx.units import sizes
-from torch import fx
 
 
 def gather(step: StepGraph, plan: Plan) -> None:

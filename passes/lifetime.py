@@ -9,6 +9,8 @@ operator live at least until the last of them has been picked out.
 
 from dataclasses import replace
 
+from torch import Tensor, fx
+
 from elixir_fx.facts import Parameter, Role, Storage
 from elixir_fx.machine import Machine
 from elixir_fx.passes.derived import derived_from_parameters
@@ -23,7 +25,6 @@ from elixir_fx.step import (
     tensor,
     value,
 )
-from torch import Tensor, fx
 
 
 def lifetime(step: StepGraph, machine: Machine) -> None:
@@ -103,16 +104,16 @@ def _roles(step: StepGraph) -> dict[fx.Node, tuple[Role, str]]:
         roles[memory_root(node)] = (Role.GRADIENT, path)
     forward, backward = step.results()
     inputs = {item.node for item in step.inputs if item.role is Role.PARAMETER}
-    for node in forward:
-        if isinstance(node, fx.Node):
-            roles[memory_root(node)] = (Role.OUTPUT, "")
-    for item, node in zip(step.inputs, backward, strict=False):
-        if item.node not in inputs and isinstance(node, fx.Node):
-            roles[memory_root(node)] = (Role.OUTPUT, item.path)
+    for output in forward:
+        if output is not None:
+            roles[memory_root(output)] = (Role.OUTPUT, "")
+    for item, output in zip(step.inputs, backward, strict=False):
+        if item.node not in inputs and output is not None:
+            roles[memory_root(output)] = (Role.OUTPUT, item.path)
     for node in step.nodes:
         if node.op == "placeholder":
-            item = step.paths.get(node.name)
-            roles[node] = (item.role, item.path) if item else (Role.INPUT, "")
+            known = step.paths.get(node.name)
+            roles[node] = (known.role, known.path) if known else (Role.INPUT, "")
     return roles
 
 

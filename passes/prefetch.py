@@ -7,12 +7,13 @@ After     elixir.prefetch(6); ...; chunk_6 = elixir.gather(6)
 Law       a prefetch stands before its gather, and its block is free from there on (law 5)
 """
 
+from torch import fx
+
 from elixir_fx import ops
 from elixir_fx.errors import PlanError
 from elixir_fx.plan import Gather, Plan
 from elixir_fx.step import StepGraph, is_backward, mark, stay_of
 from elixir_fx.units import sizes
-from torch import fx
 
 
 def prefetch(step: StepGraph, plan: Plan) -> None:

@@ -3,7 +3,7 @@
 Stands after release, so that the gathered weights are gone before gradients are added up.
 
 Before    g = aten.mm(dt, x); ...; return [..., g]
-After     g = aten.mm(dt, x); reduce_6 = elixir.reduce(6, [0, ...], [g, ...]); ...; return [..., reduce_6[0]]
+After     g = aten.mm(dt, x); reduce_6 = elixir.reduce(6, [0], [g]); ...; return [..., reduce_6[0]]
 Law       every gradient of the chunk passes its reduce exactly once; what autograd gets is
           the reduce's answer: nothing, unless it asked for that gradient itself (law 11)
 """
@@ -11,12 +11,13 @@ Law       every gradient of the chunk passes its reduce exactly once; what autog
 import operator
 
 import torch
+from torch import fx
+
 from elixir_fx import ops
 from elixir_fx.errors import PlanError
 from elixir_fx.plan import Chunk, Plan
 from elixir_fx.step import StepGraph, mark, tensor
 from elixir_fx.units import sizes
-from torch import fx
 
 
 def reduce(step: StepGraph, plan: Plan) -> None:

@@ -8,11 +8,12 @@ After     t = aten.t(w); y = aten.mm(x, t); ...; t_again = aten.t(w); dx = aten.
 Law       no value derived from a gathered weight crosses from forward to backward (laws 2, 3)
 """
 
+from torch import fx
+
 from elixir_fx.machine import Tier
 from elixir_fx.passes.derived import derived_from_parameters
 from elixir_fx.plan import Plan
 from elixir_fx.step import StepGraph, is_backward, mark
-from torch import fx
 
 
 def split_views(step: StepGraph, plan: Plan) -> None:
