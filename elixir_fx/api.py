@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 from elixir_fx import planner
-from elixir_fx.config import read_options
+from elixir_fx.config import Options, read_options
 from elixir_fx.errors import ElixirError
 from elixir_fx.module import ElixirModule
 from elixir_fx.plan import Plan
 from elixir_fx.runtime import checkpoint
+from elixir_fx.runtime.disk import Files
+from elixir_fx.runtime.materialize import is_meta
 from elixir_fx.runtime.parameters import AwayParameter
 from elixir_fx.session import Session
 
@@ -56,13 +58,25 @@ def compile(
     smallest memory that would do), TierError (disk or memory cannot be had), ElixirError
     (an unknown option, a model that is compiled or wrapped already). Nothing has changed then.
     """
+    return compile_over(Files(), model, optimizer, example_inputs, options)
+
+
+def compile_over(
+    files: Files,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    example_inputs: Inputs | None,
+    options: Mapping[str, Any],
+) -> ElixirModule:
+    """`compile()` with a disk tier whose system calls are those of `files`."""
     _check_model(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ElixirError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim optimizer")
     read = read_options(options)
     if read.disk_memory is not None and read.disk is None:
         raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
-    compiled = ElixirModule(Session(model, optimizer, read))
+    _check_values_wanted(model, read)
+    compiled = ElixirModule(Session(model, optimizer, read, files))
     if example_inputs is not None:
         args, kwargs = _inputs(example_inputs)
         compiled._session.prepare(args, kwargs)
@@ -148,6 +162,16 @@ def _inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]
         f"example_inputs is a {type(example_inputs).__name__}: give a tuple of positional inputs "
         "or a dict of keyword inputs"
     )
+
+
+def _check_values_wanted(model: nn.Module, options: Options) -> None:
+    """`init` and `weights` are for a model on meta; on a real one they would do nothing."""
+    given = [name for name in ("init", "weights") if getattr(options, name) is not None]
+    if given and not is_meta(model):
+        raise ElixirError(
+            f"{' and '.join(given)} fill a model that was built on meta, and this one has values "
+            "already: load it before (load_state_dict), or build it under torch.device('meta')"
+        )
 
 
 def _check_model(model: nn.Module) -> None:

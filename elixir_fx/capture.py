@@ -14,6 +14,7 @@ order, tags joint nodes with their phase and describes tangents by the output th
 
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -72,7 +73,8 @@ class Capture:
         # A code object of its own, so that Dynamo's cache belongs to this model and dies with it.
         function = types.FunctionType(_step.__code__.replace(co_name="elixir_step"), globals())
         self._code = function.__code__
-        self.call = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
+        backend = _weakly(self)  # Dynamo keeps every backend that it ever saw
+        self.call = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the captured step for these inputs, capturing it first if no guard holds.
@@ -98,9 +100,12 @@ class Capture:
         except TorchDynamoException as error:
             raise capture_error(self.model, error) from None
 
-    def _backend(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Dynamo's graph in, the function that its code calls out."""
         self.graphs += 1
-        compilation = _Compilation(capture=self, names=_names(self.model), inputs=tuple(inputs))
+        compilation = _Compilation(
+            owner=weakref.ref(self), names=_names(self.model), inputs=tuple(inputs)
+        )
         with torch._functorch.config.patch(donated_buffer=False):
             compiled = aot_autograd(
                 fw_compiler=compilation.forward,
@@ -110,6 +115,23 @@ class Capture:
             )(module, list(inputs))
         compilation.inputs = ()
         return compilation.guarded(compiled)
+
+
+def _weakly(capture: Capture) -> Callable[..., Any]:
+    """`capture` as a Dynamo backend that does not keep it alive."""
+    owner = weakref.ref(capture)
+
+    def elixir_fx(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return _alive(owner).compile(module, inputs)
+
+    return elixir_fx
+
+
+def _alive(owner: "weakref.ref[Capture]") -> Capture:
+    capture = owner()
+    if capture is None:
+        raise ElixirError("this step's model was deleted: keep the compiled model alive")
+    return capture
 
 
 def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -157,11 +179,15 @@ def _names(model: nn.Module) -> Mapping[int, Name]:
 class _Compilation:
     """One graph on its way through AOTAutograd."""
 
-    capture: Capture
+    owner: "weakref.ref[Capture]"  # the compiled function keeps this object, not the model
     names: Mapping[int, Name]
     inputs: tuple[Any, ...]
     step: StepGraph | None = None
     lowered: Lowered | None = None
+
+    @property
+    def capture(self) -> Capture:
+        return _alive(self.owner)
 
     def partition(
         self, joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
@@ -235,17 +261,18 @@ class _Compilation:
 
     def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The function that Dynamo's code calls once the guards hold."""
-        enter, leave, step = self.capture.enter, self.capture.leave, self.step
+        owner, step = self.owner, self.step
         paths = [item.path for item in step.inputs] if step is not None else []
         tangents = tangent_outputs(step) if step is not None else ()
         self.step = None  # the joint graph is not needed any more
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def run(*args: Any) -> Any:
-            enter(paths, args)
+            capture = _alive(owner)
+            capture.enter(paths, args)
             results = compiled(*args)
             if len(tangents) > 1:
-                leave(results, tangents)
+                capture.leave(results, tangents)
             return results
 
         return run  # type: ignore[no-any-return]

@@ -161,13 +161,16 @@ def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
     # small as that, and the graph it was made from can go.
     module = fx.GraphModule({**constants, "runtime": runtime}, graph)
     holder = _Holder()
-    for name in {str(target).split(".")[0] for target in (*constants, "runtime")}:
+    holder.runtime = runtime
+    for name in {str(target).split(".")[0] for target in constants}:
         setattr(holder, name, getattr(module, name))
     return functools.partial(type(module).forward, holder)
 
 
 class _Holder:
-    """What generated code calls `self`."""
+    """What generated code calls `self`: the runtime, and the graph's constants."""
+
+    runtime: Runtime
 
 
 def _bind(

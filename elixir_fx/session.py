@@ -34,6 +34,7 @@ from elixir_fx.facts import Facts, OptimizerFacts, Role
 from elixir_fx.lowering import Lowering, compute_device
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
+from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.engine import Engine
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
@@ -58,8 +59,10 @@ class Session:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | str | None,
         options: Options,
+        files: Files | None = None,
     ) -> None:
         self.model = model
+        self._files = Files() if files is None else files
         self.options = options
         self.device = compute_device(model)
         self.progress = Progress()
@@ -212,6 +215,7 @@ class Session:
             disk_bytes=layout.disk_bytes,
             disk=self.options.disk if layout.disk_bytes else None,
             staging_bytes=layout.staging_bytes,
+            files=self._files,
         )
         engine = Engine(layout, store, parameters, self.device)
         engine.written = _weakly(self._written)
@@ -370,7 +374,8 @@ class _Run:
             if session is None or session.engine is None:
                 raise ElixirError("this step's model was deleted: keep the compiled model alive")
             if not bound:
-                bound.append(executable(module, session.engine))
+                # Weakly: Dynamo's cache keeps the function where no garbage collector looks.
+                bound.append(executable(module, weakref.proxy(session.engine)))
             engine = session.engine
             activations = (value for value, flag in zip(boxed, saved, strict=True) if flag)
             with engine.running(), session.stats.half(bound[0], activations, self._output_bytes):

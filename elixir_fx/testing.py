@@ -2,7 +2,8 @@
 
 `emulated` makes a `Machine` whose accelerator is played in RAM: `p.device` stays cpu, device
 bytes are counted by `elixir_fx.runtime.meter.DeviceMeter` and bounded hard, the host is other
-RAM, and links are threads with a set rate. `FaultyFiles` breaks the disk at a chosen call.
+RAM, and links are threads with a set rate. `FaultyFiles` breaks the disk at a chosen call;
+`compile_over` compiles a model that uses it.
 `memory_group` limits what a process may hold.
 """
 
@@ -13,12 +14,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from elixir_fx import api
 from elixir_fx.errors import ElixirError
 from elixir_fx.machine import Link, Machine, Tier
+from elixir_fx.module import ElixirModule
 from elixir_fx.runtime.disk import SECTOR_BYTES, Files
 
-__all__ = ["FaultyFiles", "MemoryGroup", "MemoryGroupError", "emulated", "memory_group"]
+__all__ = [
+    "FaultyFiles",
+    "MemoryGroup",
+    "MemoryGroupError",
+    "compile_over",
+    "emulated",
+    "memory_group",
+]
+
+
+def compile_over(
+    files: Files,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    example_inputs: Any = None,
+    **options: Any,
+) -> ElixirModule:
+    """elixir_fx.compile with a disk tier whose system calls are those of `files`."""
+    return api.compile_over(files, model, optimizer, example_inputs, options)
 
 
 def emulated(
