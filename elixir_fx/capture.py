@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
@@ -82,7 +83,7 @@ class Capture:
         CaptureError names what cannot be captured, with file and line.
         """
         if self.graphs > GRAPHS:
-            torch._dynamo.eval_frame.reset_code(self._code)
+            reset_code(self._code)
             self.graphs = 0
         try:
             with torch._dynamo.config.patch(
@@ -94,9 +95,7 @@ class Capture:
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ElixirError):
                 raise error.inner_exception.with_traceback(None) from None
-            raise CaptureError(
-                f"{type(self.model).__name__}: lowering failed: {error}"
-            ) from error
+            raise CaptureError(f"{type(self.model).__name__}: lowering failed: {error}") from error
         except TorchDynamoException as error:
             raise capture_error(self.model, error) from None
 
@@ -140,7 +139,7 @@ def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def real_mode() -> AbstractContextManager[None]:
     """A context in which tensors are real although a capture is going on."""
-    return _disable_current_modes()  # type: ignore[no-any-return]
+    return _disable_current_modes()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,9 +167,7 @@ def _names(model: nn.Module) -> Mapping[int, Name]:
             if role is Role.PARAMETER and member.requires_grad:
                 trained.add(id(member))
     return {
-        key: Name(
-            role=roles[key], path=first, aliases=tuple(rest), trainable=key in trained
-        )
+        key: Name(role=roles[key], path=first, aliases=tuple(rest), trainable=key in trained)
         for key, (first, *rest) in paths.items()
     }
 
@@ -208,7 +205,7 @@ class _Compilation:
     def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """Where gradients are off: the forward alone."""
         outputs = next(reversed(module.graph.nodes)).args[0]
-        self.lower(module, len(outputs), trains=False)  # type: ignore[arg-type]
+        self.lower(module, len(outputs), trains=False)
         assert self.lowered is not None
         return _boxed(self.lowered.forward)
 
@@ -351,7 +348,8 @@ def pretend_on(model: nn.Module, device: torch.device) -> Iterator[None]:
     stand_ins: dict[int, Tensor] = {}
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     for module in model.modules():
-        for members in (module._parameters, module._buffers):
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for members in held:
             for name, tensor in members.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in stand_ins:

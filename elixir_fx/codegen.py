@@ -48,9 +48,7 @@ class Halves:
 class BoxedCode(CodeGen):
     """Functions that take one list and empty it, so that their caller keeps nothing alive."""
 
-    def gen_fn_def(
-        self, free_vars: list[str], maybe_return_annotation: str, **_: object
-    ) -> str:
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: object) -> str:
         names = [name.split(":")[0].split("=")[0].strip() for name in free_vars if name != "self"]
         lines = ["def forward(self, boxed):"]
         if names:
@@ -116,8 +114,7 @@ def _half(
         result.meta["desc"] = [*descriptions, *extra]
     else:
         result.meta.pop("desc", None)
-    module = fx.GraphModule(step.module, graph)
-    return module
+    return fx.GraphModule(step.module, graph)
 
 
 def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -173,9 +170,7 @@ class _Holder:
     runtime: Runtime
 
 
-def _bind(
-    graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]
-) -> fx.Node:
+def _bind(graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
     chunk = node.args[0]
     if node.target is ops.GATHER:
         arguments: tuple[Any, ...] = (owner, chunk, stay_of(node).offset)

@@ -101,7 +101,7 @@ def _machine(machine: object) -> Machine:
     if isinstance(machine, Machine):
         return machine
     if isinstance(machine, (str, os.PathLike)):
-        return Machine.load(machine)
+        return Machine.load(Path(machine))
     raise ElixirError(
         f"machine={machine!r}: give a Machine, such as elixir_fx.testing.emulated(...), or the "
         "path of a machine file"

@@ -7,13 +7,14 @@ never meet. Running one unbound is an error that says so.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from elixir_fx.errors import ElixirError
 
-LIBRARY = torch.library.Library("elixir", "DEF")
+LIBRARY: Any = torch.library.Library("elixir", "DEF")  # type: ignore[no-untyped-call]
 LIBRARY.define("gather(int chunk, int numel, ScalarType dtype, Device device) -> Tensor")
 LIBRARY.define("prefetch(int chunk) -> ()")
 LIBRARY.define("release(int chunk) -> ()")
@@ -37,9 +38,7 @@ def _gather_fake(chunk: int, numel: int, dtype: torch.dtype, device: torch.devic
     return torch.empty(numel, dtype=dtype, device=device)
 
 
-def _reduce_fake(
-    chunk: int, slices: Sequence[int], gradients: Sequence[Tensor]
-) -> list[Tensor]:
+def _reduce_fake(chunk: int, slices: Sequence[int], gradients: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(gradient) for gradient in gradients]
 
 

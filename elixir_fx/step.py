@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -94,7 +95,7 @@ class StepGraph:
     ) -> fx.Node:
         """A new call node at the graph's insertion point; `fake` makes its fake value."""
         graph = self.module.graph
-        node = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
+        node: fx.Node = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
         with self.faking():
             node.meta["val"] = fake()
         return node
@@ -105,7 +106,7 @@ class StepGraph:
 
     @property
     def output(self) -> fx.Node:
-        return next(reversed(self.module.graph.nodes))
+        return self.nodes[-1]
 
     @cached_property
     def paths(self) -> Mapping[str, Input]:
@@ -287,7 +288,8 @@ def is_item(node: fx.Node) -> bool:
 
 def operator_name(node: fx.Node) -> str:
     """The operator's qualified name ("aten::mm"), or an empty string for anything else."""
-    return node.target.name().split(".")[0] if hasattr(node.target, "is_view") else ""
+    target: Any = node.target
+    return str(target.name()).split(".")[0] if hasattr(target, "is_view") else ""
 
 
 def viewed_input(node: fx.Node) -> fx.Node | None:

@@ -394,15 +394,18 @@ class DrawnModel(nn.Module):
 
 
 def models() -> st.SearchStrategy[Drawn]:
-    """Random small models; equal draws build equal models and batches."""
+    """Random small models; equal draws build equal models and batches.
+
+    Wide ones have something to move: places on a tier are multiples of 4 KiB.
+    """
     layer = st.builds(
-        Layer, st.sampled_from(sorted(KINDS)), size=st.integers(1, 24), index=st.integers(0, 9)
+        Layer, st.sampled_from(sorted(KINDS)), size=st.integers(1, 64), index=st.integers(0, 9)
     )
     return st.builds(
         Drawn,
         layers=st.lists(layer, min_size=1, max_size=8).map(tuple),
         seed=st.integers(0, 999),
-        width=st.integers(1, 33),
+        width=st.integers(1, 33) | st.integers(64, 128),
         batch=st.integers(2, 4),
         tokens=st.integers(1, 5),
         output=st.sampled_from(OUTPUTS),

@@ -3,6 +3,7 @@ for bit equal to plain PyTorch's."""
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,9 @@ def under_budget(
     example: Any, share: float, folder: Path, make_optimizer: MakeOptimizer = adamw
 ) -> dict[str, Any]:
     """compile()'s options: a share of what the model needs, and a disk."""
-    name = "sgd" if make_optimizer is sgd_momentum else "adamw"
     model, batch = example.build(), example.batches(1)[0]
-    memory = budget(model, batch, share, disk_memory=GIB, optimizer=name)
+    optimizer = make_optimizer(list(model.parameters()))
+    memory = budget(model, batch, share, disk_memory=GIB, optimizer=optimizer)
     return {"memory": memory, "disk": str(folder)}
 
 
@@ -126,7 +127,7 @@ def _options(kind: str) -> MakeOptimizer:
 
 @pytest.mark.parametrize("kind", ["foreach", "fused", "amsgrad", "rmsprop", "plain sgd", "groups"])
 def test_optimizers(kind: str, tmp_path: Path) -> None:
-    options = under_budget(NAMED["mlp"], 0.4, tmp_path)
+    options = under_budget(NAMED["mlp"], 0.4, tmp_path, _options(kind))
     compare(NAMED["mlp"].build(), _options(kind), NAMED["mlp"].batches(4), compile=options)
 
 
@@ -191,40 +192,59 @@ def test_a_schedule_of_learning_rates(tmp_path: Path) -> None:
     assert_equal_runs(Run(weights=run(False)), Run(weights=run(True)))
 
 
-def _random_model(drawn: Drawn, share: float, momentum: bool, host: bool, folder: Path) -> None:
-    make_optimizer = sgd_momentum if momentum else adamw
-    model, batches = drawn.build(), drawn.batches(4)
-    tiers: dict[str, Any] = {"disk_memory": GIB}
-    if host:
-        tiers = {"machine": emulated(), "host_memory": GIB}
-    name = "sgd" if momentum else "adamw"
-    memory = budget(model, batches[0], share, optimizer=name, **tiers)
-    if not host:
-        tiers = {"disk": str(folder)}
-    options = {"memory": memory, **tiers}
-    plain = train(copy.deepcopy(model), make_optimizer, batches, accumulate=2)
-    ours = train(model, make_optimizer, batches, accumulate=2, compile=options)
-    assert_equal_runs(plain, ours)
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A random model and how it is trained."""
+
+    model: Drawn
+    share: float
+    make_optimizer: MakeOptimizer
+    accumulate: int
+    evaluate: bool
+    host: bool
 
 
-random_models = given(
-    drawn=models(), share=st.floats(0, 1.1), momentum=st.booleans(), host=st.booleans()
+cases = st.builds(
+    Case,
+    model=models(),
+    share=st.just(0.0) | st.floats(0, 1.1),
+    make_optimizer=st.sampled_from([adamw, sgd_momentum]),
+    accumulate=st.integers(1, 3),
+    evaluate=st.booleans(),
+    host=st.booleans(),
 )
+
+
+def check_case(case: Case, folder: Path) -> None:
+    """Equal bits; on the accelerator, whose memory has a hard limit, within the budget too."""
+    model, batches = case.model.build(), case.model.batches(2 * case.accumulate)
+    tiers: dict[str, Any] = {"disk_memory": GIB}
+    if case.host:
+        tiers = {"machine": emulated(), "host_memory": GIB}
+    optimizer = case.make_optimizer(list(model.parameters()))
+    memory = budget(model, batches[0], case.share, optimizer=optimizer, **tiers)
+    compare(
+        model,
+        case.make_optimizer,
+        batches,
+        accumulate=case.accumulate,
+        evaluate=case.evaluate,
+        compile={"memory": memory, **(tiers if case.host else {"disk": str(folder)})},
+    )
+    torch._dynamo.reset()
+
+
 quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 
 
-@random_models
+@given(case=cases)
 @settings(max_examples=25, deadline=None, suppress_health_check=quiet)
-def test_random_models(
-    drawn: Drawn, share: float, momentum: bool, host: bool, tmp_path: Path
-) -> None:
-    _random_model(drawn, share, momentum, host, tmp_path)
+def test_random_models(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)
 
 
 @pytest.mark.slow
-@random_models
+@given(case=cases)
 @settings(max_examples=100, deadline=None, suppress_health_check=quiet)
-def test_a_hundred_random_models(
-    drawn: Drawn, share: float, momentum: bool, host: bool, tmp_path: Path
-) -> None:
-    _random_model(drawn, share, momentum, host, tmp_path)
+def test_a_hundred_random_models(case: Case, tmp_path: Path) -> None:
+    check_case(case, tmp_path)

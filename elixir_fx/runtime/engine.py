@@ -139,7 +139,7 @@ class Engine:
         entry = self.entries.get(parameter)
         if parameter.is_meta:
             real = nn.Parameter(value, requires_grad=parameter.requires_grad)
-            torch.utils.swap_tensors(parameter, real)
+            torch.utils.swap_tensors(parameter, real)  # type: ignore[no-untyped-call]
         elif parameter.data is not value:
             parameter.data = value
         if entry is not None and entry.value is not None:
