@@ -12,6 +12,7 @@ the order of its placeholders and traces tensors that have no storage; AOTAutogr
 order, tags joint nodes with their phase and describes tangents by the output they belong to.
 """
 
+import builtins
 import os
 import types
 import weakref
@@ -25,7 +26,7 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -55,6 +56,10 @@ class Lowered:
 Lower = Callable[[StepGraph], Lowered]
 
 
+class ForwardError(CaptureError):
+    """The model's own forward raised while it was captured; run it to see what."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Capture:
     """The guarded call of one model.
@@ -71,16 +76,21 @@ class Capture:
     call: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        # A code object of its own, so that Dynamo's cache belongs to this model and dies with it.
-        function = types.FunctionType(_step.__code__.replace(co_name="elixir_step"), globals())
+        # Code and globals of its own: there Dynamo puts what it made, which dies with the model.
+        own = {"__name__": __name__, "__builtins__": builtins}
+        function = types.FunctionType(_step.__code__.replace(co_name="elixir_step"), own)
         self._code = function.__code__
+        # What Dynamo made refers back to the code, by ways that no garbage collector sees.
+        end = weakref.finalize(self, reset_code, self._code)
+        end.atexit = False
         backend = _weakly(self)  # Dynamo keeps every backend that it ever saw
         self.call = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the captured step for these inputs, capturing it first if no guard holds.
 
-        CaptureError names what cannot be captured, with file and line.
+        CaptureError names what cannot be captured, with file and line; ForwardError is one
+        that the model's own code caused, by raising.
         """
         if self.graphs > GRAPHS:
             reset_code(self._code)
@@ -384,6 +394,8 @@ def ordinary_inputs(inputs: Any) -> Any:
     return pytree.tree_map(ordinary, inputs)
 
 
+# How Dynamo begins when the code that it follows raises, or is called as it cannot be.
+_RAISED = ("Observed exception", "failed to bind arguments")
 _TORCH = os.path.dirname(torch.__file__)
 
 
@@ -413,7 +425,9 @@ def capture_error(model: nn.Module, error: TorchDynamoException) -> CaptureError
             f"{', '.join(hooked)} has a backward hook of the module, which a captured step cannot "
             "run: use a hook on the parameter, or on a tensor in forward, or remove it"
         )
-    return CaptureError(
+    raised = isinstance(error, TorchRuntimeError) or any(words in first for words in _RAISED)
+    kind = ForwardError if raised else CaptureError
+    return kind(
         f"{type(model).__name__} cannot be captured as one graph, at {where}: {first}. "
         f"{explanation} Change that line, or use torch.compile(model, backend='elixir_fx'), "
         "which allows graph breaks"

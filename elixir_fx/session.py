@@ -23,13 +23,21 @@ from torch import Tensor, fx, nn
 
 from elixir_fx.capture import (
     Capture,
+    ForwardError,
     Lowered,
     ordinary_inputs,
     pretend_on,
 )
-from elixir_fx.codegen import Boxed, Halves, executable, is_activation, tangents_of_outputs
+from elixir_fx.codegen import (
+    Boxed,
+    Halves,
+    executable,
+    is_activation,
+    keeps_graph,
+    tangents_of_outputs,
+)
 from elixir_fx.config import Options, limits
-from elixir_fx.errors import ElixirError, PlanError
+from elixir_fx.errors import CaptureError, ElixirError, PlanError
 from elixir_fx.facts import Facts, OptimizerFacts, Role
 from elixir_fx.lowering import Lowering, compute_device
 from elixir_fx.plan import Plan
@@ -103,9 +111,19 @@ class Session:
         """Run the model on these inputs through its captured step."""
         if self._full:
             raise ElixirError("the compiled model cannot be called inside full_parameters()")
-        if self.engine is None and not self.prepare(args, kwargs):
-            return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
-        return self._guarded(args, kwargs)
+        try:
+            if self.engine is None and not self.prepare(args, kwargs):
+                return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
+            return self._guarded(args, kwargs)
+        except ForwardError:
+            if is_meta(self.model):
+                raise
+        with torch.no_grad():
+            self.model(*args, **kwargs)  # raises what the model raises, in its own words
+        raise CaptureError(
+            f"{type(self.model).__name__} raised while it was captured and does not when it runs: "
+            "its forward depends on more than its inputs"
+        )
 
     def _guarded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self.engine is not None
@@ -226,15 +244,26 @@ class Session:
         if is_meta(self.model):
             materialize(
                 self.model,
-                lambda path, parameter, value: engine.take(parameter, value),
+                lambda path, parameter, value: engine.move_home(parameter, value),
                 init=self.options.init,
                 weights=self.options.weights,
                 device=self.device,
             )
-        engine.take_all()
+        engine.move_all_home()
         self.engine = engine
         engine.buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
+        engine.peak_bytes = plan.forecast.peak_device_bytes
+        engine.update_bytes = self._update_bytes(plan)
         self.stats.start(engine, plan.limits, self.machine)
+
+    def _update_bytes(self, plan: Plan) -> int:
+        """Memory beside the arena that the update of the largest unit needs."""
+        optimizer = self.lowering.optimizer
+        if optimizer is None:
+            return 0
+        spans = [piece.span for chunk in plan.layout.chunks for piece in chunk.slices]
+        elements = max([plan.layout.update_numel, *spans])
+        return elements * (optimizer.scratch_bytes + optimizer.state_bytes)
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Stream the optimizer's step; before the first capture it is remembered until then."""
@@ -381,6 +410,7 @@ class _Run:
             with engine.running(), session.stats.half(bound[0], activations, self._output_bytes):
                 if not backward:
                     engine.reducer.rest()
+                    engine.recycler.keeps = True
                     return bound[0](boxed)
                 return self._backward(session, engine, bound[0], boxed)
 
@@ -390,6 +420,7 @@ class _Run:
         self, session: Session, engine: Engine, function: Boxed, boxed: list[Any]
     ) -> Sequence[Any]:
         engine.reducer.start()
+        engine.recycler.keeps = not keeps_graph()
         undefined = session._local.__dict__.pop("undefined", frozenset()) if self._several else ()
         if not undefined:
             return function(boxed)
