@@ -14,6 +14,7 @@ from elixir_fx.machine import Tier
 from elixir_fx.plan import Limits, Plan, align
 from elixir_fx.planner import schedule, search, smallest
 from elixir_fx.planner.space import Space
+from elixir_fx.units import parse_size
 
 MIB = 1 << 20
 HUGE = 1 << 40
@@ -265,7 +266,7 @@ def test_a_budget_too_small_is_refused_with_the_numbers():
     text = str(refused.value)
     assert "on cpu; 1.0 MiB are allowed. Largest: " in text
     assert "gradient of head (model.py:7) 0.3 MiB" in text
-    needed = int(text.split("memory='")[1].split("MiB")[0]) * MIB
+    needed = parse_size(text.split("memory='")[1].split("'")[0])
     search(facts, cpu(), Limits(device=needed, disk=HUGE))
     with pytest.raises(PlanError, match="Nothing can be away: there is no disk or host"):
         search(facts, cpu(), Limits(device=MIB))

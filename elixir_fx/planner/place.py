@@ -5,7 +5,7 @@ the gather area during the positions [start, last]. Its core [first, last] is gi
 chunk's first and last reader in a phase; chosen are the offset and the start, the position
 before which the transfer into the block begins.
 
-    law         two stays that share a byte share no position
+    law         two stays that share a byte, or their chunk, share no position
     order       starts ascend with the first readers: a link is first in, first out, so a
                 transfer must not overtake one that is needed sooner
     objective   the earliest starts, and as few transfers as possible: a block that nobody
@@ -146,6 +146,7 @@ def _color(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ..
     started: list[Stay] = []
     start = earliest
     for stay in colored:
+        start = max(start, _left(started, stay.chunk))
         for other in started:
             if other.offset < stay.offset + stay.nbytes and stay.offset < (
                 other.offset + other.nbytes
@@ -183,12 +184,17 @@ def _rotate(
     for core in cores[turn:]:
         if core.chunk not in backward:
             continue
-        stay = _take(area, core, start, len(placed))
+        stay = _take(area, core, max(start, _left(placed, core.chunk)), len(placed))
         if stay is None:
             return None
         start = stay.start
         placed.append(stay)
     return tuple(sorted([*placed, *kept], key=lambda stay: (stay.first, stay.chunk)))
+
+
+def _left(placed: Iterable[Stay], chunk: int) -> int:
+    """The first position after an earlier stay of the same chunk: one is there at a time."""
+    return max((stay.last + 1 for stay in placed if stay.chunk == chunk), default=0)
 
 
 def _survivors(

@@ -56,7 +56,7 @@ class GatherCache:
 
     def acquire(self, chunk: int, offset: int) -> Tensor:
         """The chunk's elements, 1-D; stays valid until `release`. Fetches them if need be."""
-        block = self._blocks.get(chunk)
+        block = self._at_its_place(chunk, offset)
         if block is None:
             self.misses += 1
             block = self._load(chunk, offset)
@@ -79,7 +79,7 @@ class GatherCache:
     def start(self, chunk: int, offset: int) -> None:
         """Begin the chunk's transfer if it is not there. Does nothing where the block is still
         in use: its gather will fetch it then."""
-        if chunk in self._blocks:
+        if self._at_its_place(chunk, offset) is not None:
             return
         end = offset + align(self._chunks[chunk].nbytes)
         if all(not self._overlaps(block, offset, end) for block in self._referenced()):
@@ -127,6 +127,32 @@ class GatherCache:
     @staticmethod
     def _overlaps(block: Block, offset: int, end: int) -> bool:
         return block.offset < end and offset < block.end
+
+    def _at_its_place(self, chunk: int, offset: int) -> Block | None:
+        """The chunk's block, if it is there; one that another graph left elsewhere is first
+        copied to the planned place, where it is in no other chunk's way."""
+        block = self._blocks.get(chunk)
+        if block is None or block.references or block.offset == offset:
+            return block
+        end = offset + align(self._chunks[chunk].nbytes)
+        if any(self._overlaps(other, offset, end) for other in self._referenced()):
+            return block
+        if self._overlaps(block, offset, end) or not block.ticket.settled:
+            block.ticket.finish()
+            del self._blocks[chunk]
+            return None
+        try:
+            block.ticket.wait()
+        except TierError:
+            del self._blocks[chunk]  # its gather tries again
+            return None
+        for other in list(self._blocks.values()):
+            if self._overlaps(other, offset, end):
+                other.ticket.finish()
+                del self._blocks[other.chunk]
+        flat = self._view(chunk, offset).copy_(block.flat)
+        self._blocks[chunk] = Block(chunk, offset, end, flat, Ticket.ready())
+        return self._blocks[chunk]
 
     def _load(self, chunk: int, offset: int) -> Block:
         nbytes = self._chunks[chunk].nbytes
