@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from elixir_fx import ops
-from elixir_fx.step import StepGraph, is_backward, memory_root, stay_of, viewed_input
+from elixir_fx.step import StepGraph, is_backward, is_item, memory_root, stay_of, viewed_input
 
 SAVED = "elixir_saved"  # node.meta key of a backward's placeholders
 
@@ -202,6 +202,15 @@ def _owned(gradient: fx.Node) -> bool:
     return whole
 
 
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a value follows from; the answer of a reduce, from its own gradient alone."""
+    source = node.args[0] if is_item(node) else None
+    if isinstance(source, fx.Node) and source.target is ops.REDUCE:
+        gradients, place = source.args[2], node.args[1]
+        return [gradients[place]]  # type: ignore[index, list-item]
+    return node.all_input_nodes
+
+
 def tangents_of_outputs(step: StepGraph) -> tuple[frozenset[int], ...]:
     """For every backward output: the tangents that it follows from, by their position."""
     tangents = [n for n in step.nodes if n.op == "placeholder" and is_backward(n)]
@@ -209,6 +218,6 @@ def tangents_of_outputs(step: StepGraph) -> tuple[frozenset[int], ...]:
     reach: dict[fx.Node, frozenset[int]] = {}
     for node in step.nodes:
         own = frozenset([index[node]]) if node in index else frozenset()
-        reach[node] = own.union(*(reach[source] for source in node.all_input_nodes))
+        reach[node] = own.union(*(reach[source] for source in _sources(node)))
     _, outputs = step.results()
     return tuple(reach[node] if node is not None else frozenset() for node in outputs)
