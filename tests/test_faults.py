@@ -116,6 +116,12 @@ def test_lbfgs_needs_everything(smallest: int, tmp_path: Path) -> None:
     same(weights_of(MLP.build()), weights_of(net))
 
 
+def test_an_optimizer_that_cannot_be_planned_for() -> None:
+    model = MLP.build()
+    with pytest.raises(PlanError, match="Adam cannot be planned for"):
+        elixir_fx.compile(model, torch.optim.Adam(model.parameters(), differentiable=True))
+
+
 def test_a_heavier_optimizer_than_planned(smallest: int, tmp_path: Path) -> None:
     model = MLP.build()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,6 +222,29 @@ def test_a_write_error_while_weights_move(call_number: int, smallest: int, tmp_p
     assert all(type(p) is nn.Parameter for p in model.parameters())
     same(weights_of(MLP.build()), weights_of(model))
     trains_like_plain(model, **SPARE)
+
+
+def test_a_write_error_while_states_move(smallest: int, tmp_path: Path) -> None:
+    """An optimizer that has states already; its last one cannot be written."""
+    writes = 0
+    for fault in (None, "last"):
+        plain, model = MLP.build(), MLP.build()
+        sides = [Side(m, m, adamw(list(m.parameters())), []) for m in (plain, model)]
+        for side in sides:
+            side.step(BATCHES[0])
+        files = FaultyFiles(fail_write_at=writes - 1 if fault else None)
+        options: dict[str, Any] = {"memory": smallest, "disk": tmp_path}
+        if fault is None:
+            sides[1].net = compile_over(files, model, sides[1].optimizer, X, **options)
+            writes = files.writes
+        else:
+            with pytest.raises(TierError, match="EIO"):
+                compile_over(files, model, sides[1].optimizer, X, **options)
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+        same(plain.state_dict(), sides[1].net.state_dict())
+        same(sides[0].optimizer.state_dict(), sides[1].optimizer.state_dict())
+        same(*(side.step(BATCHES[1]) for side in sides))
+        same(plain.state_dict(), sides[1].net.state_dict())
 
 
 def test_no_direct_io(smallest: int, tmp_path: Path) -> None:

@@ -162,7 +162,11 @@ class Binding:
             optimizer.register_state_dict_post_hook(_ordinary_state_dict, prepend=True),
             optimizer.register_load_state_dict_post_hook(lambda _: self.adopt_all()),
         ]
-        self.adopt_all()
+        try:
+            self.adopt_all()
+        except TierError:
+            self.unbind()
+            raise
 
     def adopt(self, parameter: nn.Parameter) -> None:
         """Move the states of `parameter` that are ordinary tensors to their homes."""
@@ -452,6 +456,7 @@ def _is_elementwise(state: Any, parameter: nn.Parameter) -> bool:
 def _ordinary_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with tensors of its own on the CPU."""
     ordinary: dict[str, Any] = _ordinary(state_dict)
+    ordinary["state"] = dict(sorted(ordinary["state"].items()))  # not in the order of chunks
     return ordinary
 
 
