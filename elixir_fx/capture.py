@@ -376,7 +376,8 @@ def pretend_on(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
     shell = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-    shell.untyped_storage().resize_(0)
+    if tensor.dim():  # a number is small, and capturing may look at it
+        shell.untyped_storage().resize_(0)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(shell, requires_grad=tensor.requires_grad)
     return shell

@@ -15,12 +15,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from elixir_fx import ops
-from elixir_fx.step import StepGraph, is_backward, is_item, memory_root, stay_of, viewed_input
+from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, recycled_root
+from elixir_fx.step import (
+    StepGraph,
+    is_backward,
+    is_item,
+    memory_root,
+    stay_of,
+    tensor,
+    viewed_input,
+)
 
+ROOT = "elixir_root"  # of a backward's placeholders: the recycled result they lie in, by name
 SAVED = "elixir_saved"  # node.meta key of a backward's placeholders
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -35,6 +46,15 @@ class Runtime(Protocol):
     def reduce(
         self, chunk: int, slices: list[int], gradients: list[Tensor], owned: tuple[bool, ...]
     ) -> list[Tensor | None]: ...
+    def take(
+        self,
+        nbytes: int,
+        room_bytes: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+    ) -> Tensor: ...
+    def give(self, value: Tensor) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +145,8 @@ def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
     placeholder = graph.placeholder(name if name.isidentifier() else node.name)
     placeholder.meta = dict(node.meta)
     placeholder.meta[SAVED] = memory_root(node).op != "placeholder"
+    placeholder.meta[ROOT] = recycled_root(node)
+    placeholder.meta.pop(ROOM, None)
     return placeholder
 
 
@@ -138,14 +160,20 @@ def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     owner: fx.Node | None = None
+    dying = _last_readers(half)
     for node in half.graph.nodes:
         if node.op != "placeholder" and owner is None:
             owner = graph.get_attr("runtime")
         if node.target in ops.ALL:
             assert owner is not None
             known[node] = _bind(graph, owner, node, known)
+        elif ROOM in node.meta and node.op == "call_function":
+            assert owner is not None
+            known[node] = _write_into_block(graph, owner, node, known)
         else:
             known[node] = graph.node_copy(node, known.__getitem__)
+        for value in dying.get(node, ()):
+            graph.call_method("give", (owner, known[value]))
     if owner is not None and not owner.users:
         graph.erase_node(owner)
     graph.set_codegen(BoxedCode())
@@ -209,6 +237,43 @@ def _sources(node: fx.Node) -> list[fx.Node]:
         gradients, place = source.args[2], node.args[1]
         return [gradients[place]]  # type: ignore[index, list-item]
     return node.all_input_nodes
+
+
+def _write_into_block(
+    graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]
+) -> fx.Node:
+    """The operator's out-variant, on memory from the recycler."""
+    fake = tensor(node)
+    nbytes = fake.numel() * fake.element_size()
+    geometry = (tuple(fake.shape), tuple(fake.stride()), fake.dtype)
+    block = graph.call_method("take", (owner, nbytes, node.meta[ROOM], *geometry))
+    args = fx.node.map_arg(node.args, known.__getitem__)
+    if node.target in COPIES:
+        return graph.call_function(torch.ops.aten.copy_.default, (block, args[0]))  # type: ignore[index]
+    target, out = OUT_VARIANTS[node.target]
+    kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
+    return graph.call_function(target, args, {**kwargs, out: block})  # type: ignore[arg-type, dict-item]
+
+
+def _last_readers(half: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+    """By node: values through which it is the last to read a block of the recycler."""
+    last: dict[str, tuple[fx.Node, fx.Node]] = {}
+    for node in half.graph.nodes:
+        for source in node.all_input_nodes:
+            root = memory_root(source)
+            name = root.meta.get(ROOT) if root.op == "placeholder" else recycled_root(source)
+            if name is not None:
+                last[name] = (node, source)
+    dying: dict[fx.Node, list[fx.Node]] = {}
+    for reader, source in last.values():
+        if reader.op != "output":
+            dying.setdefault(reader, []).append(source)
+    return dying
+
+
+def keeps_graph() -> bool:
+    """Whether the backward pass under way on this thread was asked to keep its graph."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def tangents_of_outputs(step: StepGraph) -> tuple[frozenset[int], ...]:

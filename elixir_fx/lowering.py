@@ -21,6 +21,7 @@ from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.planner import schedule, search
+from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
@@ -47,6 +48,8 @@ class Lowering:
         self.decide(step)
         assert self.plan is not None
         if not self.plan.layout.keeps_all:
+            if self.machine.unified:
+                mark_recycled(step)
             rewrite(step, self.plan, self.options.passes, self.options.dump)
         return split(step)
 

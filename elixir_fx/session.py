@@ -172,12 +172,19 @@ class Session:
         The layout is made from the training graph wherever something requires grad. False
         where the call has no tensor operation to plan. Errors leave the model as it was.
         """
-        with self.progress:
+        # What is made here outlives an inference mode that the caller may be in.
+        with self.progress, torch.inference_mode(False):
             if not self._capture_only(args, kwargs):
                 return False
             self._settle()
         if self._optimizer is not None:
-            self.bind(self._optimizer)
+            try:
+                self.bind(self._optimizer)
+            except ElixirError:
+                assert self.engine is not None
+                self.engine.give_back()
+                self.engine = None
+                raise
         return True
 
     def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:

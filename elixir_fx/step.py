@@ -213,6 +213,11 @@ def mark(
     return node
 
 
+def named(name: str, *, backward: bool) -> str:
+    """The name of a node of ours; a number at its end keeps its meaning in either phase."""
+    return f"{name}_backward" if backward else name
+
+
 def stay_of(node: fx.Node) -> Gather:
     """The planned stay that a gather, prefetch or release node belongs to."""
     stay = node.meta[STAY]

@@ -331,7 +331,10 @@ def _origin(step: StepGraph, node: fx.Node) -> str | None:
 
 
 def _gradients(step: StepGraph, plan: Plan) -> None:
-    """Gradients go through the reduce of their chunk, once, each in its own place."""
+    """Gradients go through the reduce of their chunk, once, each in its own place. Where all
+    stays on the device, autograd gets them as they are."""
+    if plan.layout.keeps_all:
+        return
     answers: set[int] = set()
     for path, node in step.gradients.items():
         source = node.args[0] if is_item(node) else None

@@ -14,7 +14,7 @@ from torch import fx
 from elixir_fx import ops
 from elixir_fx.errors import PlanError
 from elixir_fx.plan import Chunk, Gather, Plan, Slice
-from elixir_fx.step import StepGraph, is_backward, mark, tensor
+from elixir_fx.step import StepGraph, is_backward, mark, named, tensor
 from elixir_fx.units import sizes
 
 
@@ -54,7 +54,7 @@ def _gather(step: StepGraph, chunk: Chunk, stay: Gather) -> None:
 def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> fx.Node:
     dtype = getattr(torch, chunk.dtype)
     node = step.call(
-        f"chunk_{chunk.id}",
+        named(f"chunk_{chunk.id}", backward=stay.backward),
         ops.GATHER,
         (chunk.id, chunk.numel, dtype, device),
         lambda: torch.empty(chunk.numel, dtype=dtype, device=device),
@@ -69,7 +69,8 @@ def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> 
 
 def _slice_view(step: StepGraph, gathered: fx.Node, piece: Slice) -> fx.Node:
     """The parameter's elements of the gathered chunk, in its shape and strides."""
-    name = "".join(letter if letter.isalnum() else "_" for letter in piece.path)
+    path = "".join(letter if letter.isalnum() else "_" for letter in piece.path)
+    name = named(path, backward=is_backward(gathered))
     bounds = (0, piece.offset, piece.offset + piece.span)
     flat = tensor(gathered)
     part = step.call(

@@ -12,15 +12,14 @@ from torch import fx
 from elixir_fx import ops
 from elixir_fx.errors import PlanError
 from elixir_fx.plan import Gather, Plan
-from elixir_fx.step import StepGraph, is_backward, mark, stay_of
+from elixir_fx.step import StepGraph, is_backward, mark, named, stay_of
 from elixir_fx.units import sizes
 
 
 def prefetch(step: StepGraph, plan: Plan) -> None:
     """Insert the prefetches of the schedule."""
     nodes = {node.name: node for node in step.nodes}
-    gathers = {stay_of(n): n for n in step.nodes if n.target is ops.GATHER}
-    for stay in gathers:
+    for stay in [stay_of(node) for node in step.nodes if node.target is ops.GATHER]:
         if stay.prefetch is None or stay.kept:
             continue
         if stay.prefetch not in nodes:
@@ -28,15 +27,16 @@ def prefetch(step: StepGraph, plan: Plan) -> None:
                 f"the plan prefetches chunk {stay.chunk} before {stay.prefetch!r}, which the "
                 "captured graph does not have; it was made for another model"
             )
-        _insert(step, stay, nodes[stay.prefetch], gathers[stay])
+        _insert(step, stay, nodes[stay.prefetch])
 
 
-def _insert(step: StepGraph, stay: Gather, anchor: fx.Node, needed: fx.Node) -> None:
+def _insert(step: StepGraph, stay: Gather, anchor: fx.Node) -> None:
     chunk = step.chunk(stay.chunk)
     with step.module.graph.inserting_before(anchor):
-        node = step.call(f"prefetch_{chunk.id}", ops.PREFETCH, (stay.chunk,), lambda: None)
+        name = named(f"prefetch_{chunk.id}", backward=stay.backward)
+        node = step.call(name, ops.PREFETCH, (stay.chunk,), lambda: None)
     note = (
         f"prefetch chunk {chunk.id} ({chunk.title}, {sizes(chunk.nbytes)}) from "
-        f"{chunk.homes.parameters}, needed at {needed.next.name}"
+        f"{chunk.homes.parameters}, needed at {stay.before}"
     )
     mark(node, backward=is_backward(anchor), note=note, stay=stay)

@@ -9,7 +9,7 @@ Law       nothing reads a chunk, or a view of it, between its release and its ne
 
 from elixir_fx import ops
 from elixir_fx.plan import Plan
-from elixir_fx.step import StepGraph, mark, readers, stay_of
+from elixir_fx.step import StepGraph, mark, named, readers, stay_of
 
 
 def release(step: StepGraph, plan: Plan) -> None:
@@ -20,6 +20,7 @@ def release(step: StepGraph, plan: Plan) -> None:
         stay = stay_of(gathered)
         last = max(readers(gathered), key=position.__getitem__)
         with graph.inserting_after(last):
-            node = step.call(f"release_{stay.chunk}", ops.RELEASE, (stay.chunk,), lambda: None)
+            name = named(f"release_{stay.chunk}", backward=stay.backward)
+            node = step.call(name, ops.RELEASE, (stay.chunk,), lambda: None)
         note = f"release chunk {stay.chunk} after {last.name}"
         mark(node, backward=stay.backward, note=note, stay=stay)

@@ -1,7 +1,6 @@
 """Training under a budget is the same training: every loss, gradient, weight and state, bit
 for bit equal to plain PyTorch's."""
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache

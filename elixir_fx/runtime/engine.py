@@ -19,6 +19,7 @@ from elixir_fx.plan import Chunk, Layout, Slice, align
 from elixir_fx.runtime.cache import GatherCache
 from elixir_fx.runtime.gradients import Entry, Reducer
 from elixir_fx.runtime.parameters import AwayParameter, ChunkGradient, away, settle
+from elixir_fx.runtime.recycler import Recycler
 from elixir_fx.runtime.store import Region, Store, TensorHome
 
 
@@ -64,6 +65,8 @@ class Engine:
         self.lock = threading.RLock()
         self.optimizer_s = 0.0
         self.buffer_bytes = 0
+        self.peak_bytes = 0  # as planned; what the recycler holds stays below it
+        self.update_bytes = 0  # scratch memory of one update, and the states it may create
         self.state_bytes: Callable[[], int] = lambda: 0  # of ordinary optimizer states
         self.written: Callable[[], None] = lambda: None  # somebody wrote an away parameter
         self._owned = dict(parameters)
@@ -82,6 +85,9 @@ class Engine:
         self.cache = GatherCache(
             store, {chunk.id: chunk for chunk in layout.chunks}, self._regions, layout.gather_bytes
         )
+        self.recycler = Recycler()
+        self.take = self.recycler.take
+        self.give = self.recycler.give
         self.reducer = Reducer(layout, store, self._by_chunk, self._gradient_regions)
 
     def _enter(self, chunk: Chunk, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -133,7 +139,7 @@ class Engine:
         """Parameters whose value is not an ordinary tensor."""
         return self._away
 
-    def take(self, parameter: nn.Parameter, value: Tensor) -> None:
+    def move_home(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Move a value to its parameter's home and make that an AwayParameter; a parameter at
         home on the device keeps `value` as its data. One on meta becomes real."""
         entry = self.entries.get(parameter)
@@ -147,17 +153,22 @@ class Engine:
             away(parameter, entry.value)
             self._away.append(parameter)
 
-    def take_all(self) -> None:
+    def move_all_home(self) -> None:
         """Move every parameter that is still ordinary to its home, chunk by chunk. If a tier
         fails half way, all are ordinary again."""
         try:
             for parameter in self.entries:
                 if not isinstance(parameter, AwayParameter):
-                    self.take(parameter, parameter.data)
+                    self.move_home(parameter, parameter.data)
         except TierError:
-            for parameter in self._away:
-                settle(parameter, self.entries[parameter].home.load())
+            self.give_back()
             raise
+
+    def give_back(self) -> None:
+        """Make every parameter an ordinary tensor again, for good."""
+        for parameter in self._away:
+            settle(parameter, self.entries[parameter].home.load())
+        self._away.clear()
 
     @contextmanager
     def full(self, writeback: bool) -> Iterator[None]:
@@ -292,6 +303,8 @@ class Engine:
             started = time.perf_counter()
             self.reducer.drain()
             self.cache.clear()
+            room = self.peak_bytes - self.constant_bytes() - self.gradient_bytes()
+            self.recycler.shrink(max(0, room - self.update_bytes))
             try:
                 yield self.store.arena
             finally:

@@ -567,6 +567,13 @@ def post_hooks(parameter: nn.Parameter) -> dict[int, Any]:
     return parameter._post_accumulate_grad_hooks or {}
 
 
+def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether `tensor`, with the one that it is a view of, is all that looks at `storage`, its
+    own; the given Python object aside."""
+    holders = torch._C._storage_Use_Count(storage._cdata) - 1
+    return bool(holders == (1 if tensor._base is None else 2))
+
+
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place."""
     return tensor._version

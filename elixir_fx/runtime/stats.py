@@ -72,6 +72,7 @@ class Stats:
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
+            meter.adopt(engine.recycler.blocks())
             with meter:
                 yield
             self._peaks[key] = max(self._peaks.get(key, 0), held + meter.peak_bytes)

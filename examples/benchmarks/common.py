@@ -39,7 +39,7 @@ from elixir_fx.units import GIB, MIB, sizes  # noqa: E402
 __all__ = ["GIB", "GPT", "MIB", "Config", "build", "init_weights", "sizes", "text_batches"]
 
 GPT_92M = Config(layers=12, width=768, heads=12, seq=512, vocab=8192, tied=True)
-GPT_774M = Config(layers=36, width=1280, heads=20, seq=512, vocab=50257, tied=True)
+GPT_774M = Config(layers=36, width=1280, heads=20, seq=256, vocab=50257, tied=True)
 
 
 # Memory
