@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from graphs import seeded
-from harness import Batch, adamw, loss_of
+from harness import Batch, adamw
 from pairs import SPARE, Pair, Side, memory_needed, same, tight
 from safetensors.torch import save_file
 from torch import Tensor, nn
