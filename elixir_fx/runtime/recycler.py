@@ -22,6 +22,7 @@ class Recycler:
     def __init__(self) -> None:
         self._free: dict[int, list[torch.UntypedStorage]] = {}
         self.held_bytes = 0
+        self.reused = 0  # results that were written into a block that was there
         self.keeps = True  # False while a backward must leave the graph as it is
 
     def take(
@@ -39,6 +40,7 @@ class Recycler:
             return torch.empty_strided(shape, strides, dtype=dtype)
         storage = free.pop()
         self.held_bytes -= nbytes
+        self.reused += 1
         # A tensor of its own, not a view: a view would keep the one before it alive.
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
 

@@ -1,0 +1,92 @@
+"""Results in recycled memory: the same bits, and never memory that somebody still looks at."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import NAMED, gpt
+from harness import adamw, budget, compare, train
+from torch import nn
+
+import elixir_fx
+from elixir_fx import recycling
+from elixir_fx.runtime.recycler import Recycler
+from elixir_fx.units import GIB
+
+GPT = gpt(layers=2, width=64, seq=32)
+
+
+@pytest.fixture(autouse=True)
+def recycle_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycling, "SMALLEST_BYTES", 1)
+
+
+def tight(model: nn.Module, batch: object, folder: Path) -> dict[str, object]:
+    memory = budget(model, batch, 0.0, disk_memory=GIB, optimizer="adamw")
+    return {"memory": memory, "disk": str(folder)}
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_every_named_model_keeps_its_bits(name: str, tmp_path: Path) -> None:
+    example = NAMED[name]
+    options = tight(example.build(), example.batches(1)[0], tmp_path)
+    compare(example.build(), adamw, example.batches(3), compile=options)
+
+
+def test_blocks_are_used_again(tmp_path: Path) -> None:
+    taken: list[int] = []
+    model = GPT.build()
+    options = tight(model, GPT.batches(1)[0], tmp_path)
+    compiled = elixir_fx.compile(model, **options)
+    for batch in GPT.batches(3):
+        compiled(*batch).backward()
+        recycler = compiled._session.engine.recycler
+        taken.append(recycler.reused)
+    assert 0 < taken[1] < taken[2]
+
+
+def test_a_kept_graph_keeps_its_values(tmp_path: Path) -> None:
+    plain, model = GPT.build(), GPT.build()
+    batch, other = GPT.batches(2)
+    compiled = elixir_fx.compile(model, **tight(model, batch, tmp_path))
+    for net in (plain, compiled):
+        loss = net(*batch)
+        loss.backward(retain_graph=True)
+        net(*other).backward()  # would write over blocks that the first graph gave away
+        loss.backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad.clone()), name
+
+
+def test_two_forwards_before_a_backward(tmp_path: Path) -> None:
+    plain, model = GPT.build(), GPT.build()
+    batches = GPT.batches(3)
+    compiled = elixir_fx.compile(model, **tight(model, batches[0], tmp_path))
+    for net in (plain, compiled):
+        first, second = net(*batches[0]), net(*batches[1])
+        net(*batches[2])  # its graph is dropped
+        (first * second).backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad.clone()), name
+
+
+def test_memory_that_somebody_else_holds_is_not_taken() -> None:
+    recycler = Recycler()
+    value = recycler.take(4096, 0, (1024,), (1,), torch.float32)
+    view = value[3:]
+    recycler.give(value)
+    assert recycler.held_bytes == 0
+    del view
+    recycler.give(value)
+    assert recycler.held_bytes == 4096
+    again = recycler.take(4096, 0, (4, 256), (256, 1), torch.float32)
+    assert recycler.held_bytes == 0 and again.data_ptr() == value.data_ptr()
+
+
+def test_no_more_is_held_than_there_is_room_for() -> None:
+    recycler = Recycler()
+    for nbytes in (4096, 8192, 12288):
+        recycler.give(recycler.take(nbytes, 1 << 20, (nbytes,), (1,), torch.uint8))
+    assert recycler.held_bytes == 24576
+    recycler.take(16384, 13000, (16384,), (1,), torch.uint8)
+    assert recycler.held_bytes == 12288
