@@ -128,7 +128,7 @@ class Session:
     def _guarded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         assert self.engine is not None
         with ExitStack() as stack:
-            stack.enter_context(plain(self.engine.away))
+            stack.enter_context(plain(self.engine.entries))
             stacks = self._local.__dict__.setdefault("stacks", [])
             stacks.append(stack)
             try:

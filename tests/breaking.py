@@ -110,7 +110,7 @@ def read_of_another_parameter(step: StepGraph, plan: Plan, rng: random.Random) -
     one, other = rng.choice(pairs)
     path, wrong = _path(step, one), _path(step, other)
     one.replace_all_uses_with(other)
-    return Broken(rf"is parameter '{wrong}', not parameter '{path}'", plan)
+    return Broken(rf"is (parameter '{wrong}'|something else), not parameter '{path}'", plan)
 
 
 def gather_dropped(step: StepGraph, plan: Plan, rng: random.Random) -> Broken | None:

@@ -1,8 +1,8 @@
 """Captured steps for tests: of a model, annotated, planned, rewritten, copied, run.
 
-    step = captured(mlp(8, 16, 4))            # joint graph, annotated
-    plan = planned(step, share=0.3)           # on the emulated accelerator
-    rewrite(copied(step), plan, PIPELINE)     # a copy may be broken, the original stays
+step = captured(mlp(8, 16, 4))            # joint graph, annotated
+plan = planned(step, share=0.3)           # on the emulated accelerator
+rewrite(copied(step), plan, PIPELINE)     # a copy may be broken, the original stays
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ MACHINE = emulated(device_memory=64 * GIB, host_memory=64 * GIB)
 TIERS = Limits(device=64 * GIB, host=64 * GIB)
 
 
-class _Captured(ElixirError):
+class _CapturedError(ElixirError):
     """Ends a capture once it has its graph."""
 
 
@@ -44,16 +44,14 @@ def captured_model(
 
     def lower(step: StepGraph) -> Lowered:
         found.append(step)
-        raise _Captured
+        raise _CapturedError
 
-    capture = Capture(
-        model=model, lower=lower, enter=lambda *_: None, leave=lambda *_: None
-    )
+    capture = Capture(model=model, lower=lower, enter=lambda *_: None, leave=lambda *_: None)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     try:
         with torch.set_grad_enabled(grad), pretend_on(model, torch.device("cpu")):
             capture(*args, **kwargs)
-    except _Captured:
+    except _CapturedError:
         pass
     (step,) = found
     step.optimizer = probe(optimizer)

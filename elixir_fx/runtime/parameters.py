@@ -515,18 +515,23 @@ def _shell(parameter: nn.Parameter) -> Tensor:
 
 @contextmanager
 def plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let away parameters pass for plain nn.Parameter objects, as Dynamo's guards want them.
+    """Let away parameters pass for plain nn.Parameter objects, as Dynamo's guards want them,
+    without gradients that are away, which it would look at.
 
     Nothing may read a value inside: the objects have no memory.
     """
-    moved: list[nn.Parameter] = [
-        parameter for parameter in parameters if type(parameter) is AwayParameter
-    ]
+    known = list(parameters)
+    moved: list[nn.Parameter] = [p for p in known if type(p) is AwayParameter]
     for parameter in moved:
         parameter.__class__ = nn.Parameter
+    hidden = [(p, p.grad) for p in known if type(p.grad) is ChunkGradient]
+    for parameter, _ in hidden:
+        parameter.grad = None
     try:
         yield
     finally:
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
         for parameter in moved:
             parameter.__class__ = AwayParameter
 
