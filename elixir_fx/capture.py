@@ -28,6 +28,7 @@ from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -102,6 +103,8 @@ class Capture:
                 recompile_limit=GRAPHS + 2,
             ):
                 return self.call(self.model, *args, **kwargs)
+        except GuardOnDataDependentSymNode as error:
+            raise data_dependent_error(self.model, error) from None
         except BackendCompilerFailed as error:
             if isinstance(error.inner_exception, ElixirError):
                 raise error.inner_exception.with_traceback(None) from None
@@ -115,7 +118,8 @@ class Capture:
         compilation = _Compilation(
             owner=weakref.ref(self), names=_names(self.model), inputs=tuple(inputs)
         )
-        with torch._functorch.config.patch(donated_buffer=False):
+        # As in eager, a backward runs outside of the autocast that its forward was in.
+        with torch._functorch.config.patch(donated_buffer=False, backward_pass_autocast="off"):
             compiled = aot_autograd(
                 fw_compiler=compilation.forward,
                 bw_compiler=compilation.backward,
@@ -206,6 +210,9 @@ class _Compilation:
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
+        context = torch._guards.TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            context.fw_metadata.bw_donated_idxs = []  # None forbids retain_graph
         return _boxed(self.lowered.forward)
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
@@ -214,7 +221,7 @@ class _Compilation:
 
     def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """Where gradients are off: the forward alone."""
-        outputs = next(reversed(module.graph.nodes)).args[0]
+        (outputs,) = module.graph.output_node().args
         self.lower(module, len(outputs), trains=False)
         assert self.lowered is not None
         return _boxed(self.lowered.forward)
@@ -333,7 +340,7 @@ def _order_phases(module: fx.GraphModule, *, trains: bool) -> Callable[[], Any]:
         if late and node not in backward and node.op not in ("placeholder", "output"):
             assert first is not None
             first.prepend(node)
-    output = next(reversed(module.graph.nodes))
+    output = module.graph.output_node()
     mark(output, backward=trains)
     if fake_mode is None:
         fake_mode = torch._subclasses.fake_tensor.FakeTensorMode()
@@ -395,6 +402,24 @@ def ordinary_inputs(inputs: Any) -> Any:
     return pytree.tree_map(ordinary, inputs)
 
 
+def _where(error: Exception) -> str:
+    """The user's line that Dynamo was at."""
+    stack = list(getattr(error, "real_stack", None) or ())
+    own = [frame for frame in stack if not _is_internal(frame.filename)]
+    frame = (own or stack or [None])[-1]
+    return f"{frame.filename}:{frame.lineno}" if frame else "unknown line"
+
+
+def data_dependent_error(model: nn.Module, error: GuardOnDataDependentSymNode) -> CaptureError:
+    """A branch or size that depends on the value of a tensor, in the user's words."""
+    where = _where(error)
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph, at {where}: what it does depends "
+        "on the value of a tensor. Change that line, or use torch.compile(model, "
+        "backend='elixir_fx'), which allows graph breaks"
+    )
+
+
 # How Dynamo begins when the code that it follows raises, or is called as it cannot be.
 _RAISED = ("Observed exception", "failed to bind arguments")
 _TORCH = os.path.dirname(torch.__file__)
@@ -407,10 +432,7 @@ def _is_internal(file: str) -> bool:
 
 def capture_error(model: nn.Module, error: TorchDynamoException) -> CaptureError:
     """Dynamo's refusal in the user's words: what, where, and what to do instead."""
-    stack = getattr(error, "real_stack", None) or ()
-    ours = [frame for frame in stack if not _is_internal(frame.filename)]
-    frame = (ours or list(stack) or [None])[-1]
-    where = f"{frame.filename}:{frame.lineno}" if frame else "unknown line"
+    where = _where(error)
     reason = str(error).strip().splitlines()
     first = next((line.strip() for line in reason if line.strip()), type(error).__name__)
     explanation = next(

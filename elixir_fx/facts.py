@@ -103,7 +103,8 @@ class OptimizerFacts:
     `elementwise` is False for optimizers that need a parameter whole (Adafactor, Muon) and
     `global_state` True for those that need all parameters at once (LBFGS).
     `foreach` says that one call works on all parameters given to it at once, so that its
-    scratch grows with all of them.
+    scratch grows with all of them. Where parameters have several dtypes, `by_dtype` holds
+    the facts for each, and the numbers here are those of the widest.
     """
 
     name: str
@@ -113,6 +114,11 @@ class OptimizerFacts:
     elementwise: bool = True
     global_state: bool = False
     foreach: bool = False
+    by_dtype: "tuple[tuple[str, OptimizerFacts], ...]" = ()
+
+    def of(self, dtype: str) -> "OptimizerFacts":
+        """The facts for parameters of one dtype ("bfloat16")."""
+        return next((facts for name, facts in self.by_dtype if name == dtype), self)
 
     @property
     def state_bytes(self) -> int:

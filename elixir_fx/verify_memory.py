@@ -70,7 +70,7 @@ def _unit_bytes(step: StepGraph, chunk: Chunk, unit: tuple[Slice, ...]) -> int:
     for home in (homes.parameters, homes.gradients):
         total += 0 if home is Tier.DEVICE else align(numel * chunk.itemsize)
     if homes.states is not Tier.DEVICE and step.optimizer is not None:
-        total += sum(align(numel * size) for _, size in step.optimizer.states)
+        total += sum(align(numel * size) for _, size in step.optimizer.of(chunk.dtype).states)
     return total
 
 
@@ -94,14 +94,14 @@ def _update_bytes(step: StepGraph, plan: Plan) -> int:
     largest = 0
     for chunk in plan.layout.chunks:
         away = chunk.homes.states is not Tier.DEVICE
-        per_element = step.optimizer.scratch_bytes + (step.optimizer.state_bytes if away else 0)
+        optimizer = step.optimizer.of(chunk.dtype)
+        per_element = optimizer.scratch_bytes + (optimizer.state_bytes if away else 0)
         for unit in chunk.units(plan.layout.update_numel) if chunk.trainable else ():
             largest = max(largest, per_element * sum(chunk.width(piece) for piece in unit))
     return largest
 
 
 def _constant_bytes(step: StepGraph, plan: Plan) -> int:
-    state_bytes = step.optimizer.state_bytes if step.optimizer else 0
     total = plan.layout.arena_bytes + step.buffer_bytes
     for chunk in plan.layout.chunks:
         elements = sum(piece.span for piece in chunk.slices)
@@ -109,8 +109,8 @@ def _constant_bytes(step: StepGraph, plan: Plan) -> int:
             total += elements * chunk.itemsize
         if chunk.trainable and chunk.homes.gradients is Tier.DEVICE:
             total += elements * chunk.itemsize
-        if chunk.trainable and chunk.homes.states is Tier.DEVICE:
-            total += elements * state_bytes
+        if chunk.trainable and chunk.homes.states is Tier.DEVICE and step.optimizer is not None:
+            total += elements * step.optimizer.of(chunk.dtype).state_bytes
     return total
 
 

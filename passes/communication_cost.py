@@ -10,13 +10,15 @@ from elixir_fx.step import StepGraph
 
 def communication_cost(step: StepGraph, machine: Machine) -> None:
     """Fill `step.moves`, one entry a parameter, in the order of `step.parameters`."""
-    state_bytes = step.optimizer.state_bytes if step.optimizer else 0
+    optimizer = step.optimizer
     step.moves = tuple(
         Moves(
             path=parameter.path,
             gather_bytes=parameter.nbytes,
             reduce_bytes=parameter.nbytes if parameter.trainable else 0,
-            state_bytes=parameter.span * state_bytes if parameter.trainable else 0,
+            state_bytes=parameter.span * optimizer.of(parameter.dtype).state_bytes
+            if parameter.trainable and optimizer is not None
+            else 0,
         )
         for parameter in step.parameters
     )

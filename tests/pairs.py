@@ -123,11 +123,17 @@ class Pair:
         self.do(lambda side: {name: p.detach() for name, p in side.model.named_parameters()})
         self.do(lambda side: {name: p.grad for name, p in side.model.named_parameters()})
         self.do(lambda side: dict(side.model.named_buffers()))
-        self.do(lambda side: side.optimizer.state_dict())
+        self.do(lambda side: sorted_states(side.optimizer))
         self.do(lambda side: side.log)
 
     def away(self) -> list[str]:
         return [name for name, p in self.ours.model.named_parameters() if is_away(p)]
+
+
+def sorted_states(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its state dict, states in the order of parameters and not of their first steps."""
+    state = optimizer.state_dict()
+    return {**state, "state": dict(sorted(state["state"].items()))}
 
 
 def same(plain: Any, ours: Any, where: str = "result") -> None:

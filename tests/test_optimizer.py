@@ -543,7 +543,7 @@ def test_probe(name: str, states: Any, elementwise: bool) -> None:
         assert facts.scratch_bytes == 0
     assert 0 <= facts.scratch_bytes <= 64
     assert facts.read_bytes >= 12
-    assert probe(name, torch.bfloat16).state_bytes * 2 == facts.state_bytes
+    assert probe(name, [torch.bfloat16]).state_bytes * 2 == facts.state_bytes
 
 
 def test_probe_leaves_the_optimizer_alone() -> None:

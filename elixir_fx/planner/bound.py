@@ -61,8 +61,12 @@ def update_compute_s(facts: Facts, machine: Machine) -> float:
     """Seconds the optimizer computes: it streams what it reads and writes."""
     if facts.optimizer is None:
         return 0.0
-    elements = sum(p.span for p in facts.parameters if _updated(facts, p.gradient, p.trainable))
-    return elements * facts.optimizer.read_bytes / machine.stream_bytes_per_s
+    nbytes = sum(
+        p.span * facts.optimizer.of(p.dtype).read_bytes
+        for p in facts.parameters
+        if _updated(facts, p.gradient, p.trainable)
+    )
+    return nbytes / machine.stream_bytes_per_s
 
 
 def _updated(facts: Facts, gradient: int | None, trainable: bool) -> bool:
@@ -78,12 +82,13 @@ def _pairs(machine: Machine, device: int, host: int) -> list[tuple[Tier, Tier, i
 
 def _least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
     """What the step, and the update alone, must move past `budget` bytes of memory."""
-    states = facts.optimizer.state_bytes if facts.optimizer is not None else 0
+    optimizer = facts.optimizer
     trained = changed = other = 0
     for parameter in facts.parameters:
         if _updated(facts, parameter.gradient, parameter.trainable):
-            changed += parameter.nbytes + parameter.span * states
-            trained += 2 * parameter.nbytes + parameter.span * states
+            each = optimizer.of(parameter.dtype).state_bytes if optimizer is not None else 0
+            changed += parameter.nbytes + parameter.span * each
+            trained += 2 * parameter.nbytes + parameter.span * each
         elif parameter.reads:
             other += parameter.nbytes
     step = _Bytes(max(0, trained + other - budget), max(0, trained - budget))

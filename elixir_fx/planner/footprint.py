@@ -136,7 +136,9 @@ class Footprint:
 
     @cached_property
     def sizes(self) -> tuple[ChunkBytes, ...]:
-        return tuple(ChunkBytes(chunk=c, optimizer=self.optimizer) for c in self.chunks)
+        return tuple(
+            ChunkBytes(chunk=c, optimizer=self.optimizer.of(c.dtype)) for c in self.chunks
+        )
 
     @cached_property
     def reduces(self) -> dict[int, int]:
@@ -206,9 +208,9 @@ class Footprint:
         peak = 0
         for sizes in self.sizes:
             if sizes.chunk.trainable:
-                per_element = self.optimizer.scratch_bytes
+                per_element = sizes.optimizer.scratch_bytes
                 if sizes.chunk.id in states_away:
-                    per_element += self.optimizer.state_bytes
+                    per_element += sizes.optimizer.state_bytes
                 peak = max(peak, sizes.largest_unit(update_numel) * per_element)
         return peak
 

@@ -254,8 +254,8 @@ class _Update:
         footprint = self.player.footprint
         if chunk.id not in footprint.reduces:
             return []
-        rate = footprint.optimizer.read_bytes / self.player.machine.stream_bytes_per_s
         sizes = footprint.sizes[chunk.id]
+        rate = sizes.optimizer.read_bytes / self.player.machine.stream_bytes_per_s
         if chunk.homes.on_device:
             return [_Unit(sizes.elements * rate, {}, {}, 0)]
         units = []

@@ -231,4 +231,7 @@ def _accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool) -> None:
     elif own and gradient.stride() == parameter.stride():
         parameter.grad = gradient
     else:
-        parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(gradient)
+        held = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=parameter.dtype, device=parameter.device
+        )
+        parameter.grad = held.copy_(gradient)

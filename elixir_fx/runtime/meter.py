@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from elixir_fx.errors import TierError
+from elixir_fx.runtime.parameters import AwayTensor
 
 
 class DeviceMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -130,7 +131,7 @@ def _tensors(tree: Any) -> Iterable[Tensor]:
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
     """The CPU memory of a tensor, None where it has none."""
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or isinstance(tensor, AwayTensor):
         return None
     storage = tensor.untyped_storage()
     return storage if storage.device.type == "cpu" else None

@@ -390,7 +390,7 @@ class Binding:
             )
             # Fused kernels claim to write the gradient; only unscaling does.
             load.gradient.writes |= getattr(self.optimizer, "grad_scale", None) is not None
-        states = self.optimizer.state[parameter]
+        states = self.optimizer.state[parameter] if load.states else {}
         for name, (_, piece) in load.states.items():
             found = states.get(name)
             if found is not piece.view and isinstance(found, Tensor):

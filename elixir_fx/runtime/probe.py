@@ -8,7 +8,8 @@ import inspect
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,16 +39,38 @@ def own_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[no-any-return]
 
 
-def probe(optimizer: Optimizer | str, dtype: torch.dtype | None = None) -> OptimizerFacts:
+def probe(optimizer: Optimizer | str, dtypes: Iterable[torch.dtype] = ()) -> OptimizerFacts:
     """Learn an optimizer's states, scratch and traffic, in bytes per element of a parameter.
 
     `optimizer` is an object, which is left as it is, or a name such as "adamw" for planning
-    without one. `dtype` is the parameters'; by default that of the first floating one, or
-    float32. Where groups differ, the facts are those of the most demanding one.
+    without one. `dtypes` are those of the parameters that it will update; by default of the
+    floating ones that it has, or float32. Each is learned apart. Where groups differ, the
+    facts are those of the most demanding one.
     PlanError names an optimizer that cannot be stepped on an ordinary dense parameter.
     """
     if isinstance(optimizer, str):
         optimizer = _named(optimizer)
+    groups = optimizer.param_groups
+    own = {p.dtype for group in groups for p in group["params"] if p.is_floating_point()}
+    wanted = {dtype for dtype in dtypes if dtype.is_floating_point} or own or {torch.float32}
+    facts = {
+        dtype: _probe_dtype(optimizer, dtype)
+        for dtype in sorted(wanted, key=lambda dtype: (-dtype.itemsize, str(dtype)))
+    }
+    widest = next(iter(facts.values()))
+    if len(facts) == 1:
+        return widest
+    named = ((str(dtype).removeprefix("torch."), one) for dtype, one in facts.items())
+    return replace(
+        widest,
+        elementwise=all(one.elementwise for one in facts.values()),
+        global_state=any(one.global_state for one in facts.values()),
+        foreach=any(one.foreach for one in facts.values()),
+        by_dtype=tuple(named),
+    )
+
+
+def _probe_dtype(optimizer: Optimizer, dtype: torch.dtype) -> OptimizerFacts:
     kinds = {
         tuple(
             sorted((key, repr(value)) for key, value in group.items() if key not in _RATES)
@@ -94,11 +117,10 @@ def _named(name: str) -> Optimizer:
 
 
 def _probe_group(
-    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype | None
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
 ) -> OptimizerFacts:
     name = type(optimizer).__name__
     floats = [p for p in group["params"] if p.is_floating_point()]
-    dtype = dtype or (floats[0].dtype if floats else torch.float32)
     device = floats[0].device if floats else torch.device("cpu")
     device = torch.device("cpu") if device.type == "meta" else device
     if _needs_closure(optimizer):

@@ -218,9 +218,7 @@ class Scalar(nn.Module):
 def test_four_gradients_on_one_weight(home: str, tmp_path: Path) -> None:
     model = Scalar()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    net = elixir_fx.compile(
-        model, optimizer, memory="1GiB", disk=tmp_path, keep={"weight": home}
-    )
+    net = elixir_fx.compile(model, optimizer, memory="1GiB", disk=tmp_path, keep={"weight": home})
     for number in range(4):
         context = net.no_sync()
         with context:
@@ -244,12 +242,15 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("nested", [True, False])
 @BOTH
 def test_a_layer_used_twice(budget: str, nested: bool, tmp_path: Path) -> None:
-    pair = pair_of(budget, lambda: Repeated(nested), [(randn(2, 16),)], tmp_path)
+    options = {"memory": "1GiB", "disk": tmp_path, "keep": {"fc": "disk"}}
+    options = options if budget == "tight" else SPARE
+    pair = Pair(lambda: Repeated(nested), [(randn(2, 16),)], options, decayed)
     pair.train(2)
     pair.check()
     if budget == "tight":
-        assert pair.ours.net.code.count("elixir.gather") == 1
-        assert pair.ours.net.backward_module.code.count("elixir.reduce") == 1
+        chunks = len(pair.ours.net.plan.layout.chunks)
+        assert pair.ours.net.code.count("elixir.gather") == chunks
+        assert pair.ours.net.backward_module.code.count("elixir.reduce") == chunks
 
 
 def mlp() -> nn.Module:
@@ -262,6 +263,7 @@ def test_accumulation_equals_itself_in_any_context(budget: str, tmp_path: Path) 
     pair = pair_of(budget, mlp, batches, tmp_path)
     for pattern in ("out in out", "in out in", "in in out"):
         for word in pattern.split():
+
             def loss(side: Side, batch: Batch, word: str = word) -> Tensor:
                 if word == "in" and side is pair.ours:
                     with side.net.no_sync():
@@ -735,7 +737,7 @@ def test_no_weight_is_saved_for_the_backward(tmp_path: Path) -> None:
     class Casts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weights = nn.ParameterList(nn.Parameter(randn(64, 64)) for _ in range(4))
+            self.weights = nn.ParameterList(nn.Parameter(torch.randn(64, 64) / 8) for _ in range(4))
 
         def forward(self, x: Tensor) -> Tensor:
             for weight in self.weights:
@@ -782,7 +784,7 @@ def test_experts(budget: str, tmp_path: Path) -> None:
     pair = pair_of(budget, Experts, [(randn(6, 16),)], tmp_path)
     pair.train(2)
     pair.check()
-    with pytest.raises(elixir_fx.CaptureError, match=r"backend='elixir_fx'"):
+    with pytest.raises(elixir_fx.CaptureError, match=r"py:\d+: .*backend='elixir_fx'"):
         elixir_fx.compile(Counted(), **SPARE)(randn(6, 16))
 
 
@@ -795,9 +797,7 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [4, 36, 4, 36, 4, 36, 4, 36, 4]
-        self.layers = nn.ModuleList(
-            nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)
-        )
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
         self.layers[6].weight = self.layers[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
