@@ -48,10 +48,11 @@ from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
-from elixir_fx.runtime.parameters import AwayTensor, plain
+from elixir_fx.runtime.parameters import AwayTensor
 from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.store import Store
+from elixir_fx.runtime.tracing import plain
 from elixir_fx.step import Record, StepGraph
 
 

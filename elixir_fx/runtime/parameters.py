@@ -22,8 +22,7 @@ Underscored torch names in this file were tried on torch 2.11 and 2.13.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
@@ -511,29 +510,6 @@ def _shell(parameter: nn.Parameter) -> Tensor:
     )
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-@contextmanager
-def plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let away parameters pass for plain nn.Parameter objects, as Dynamo's guards want them,
-    without gradients that are away, which it would look at.
-
-    Nothing may read a value inside: the objects have no memory.
-    """
-    known = list(parameters)
-    moved: list[nn.Parameter] = [p for p in known if type(p) is AwayParameter]
-    for parameter in moved:
-        parameter.__class__ = nn.Parameter
-    hidden = [(p, p.grad) for p in known if type(p.grad) is ChunkGradient]
-    for parameter, _ in hidden:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in hidden:
-            parameter.grad = gradient
-        for parameter in moved:
-            parameter.__class__ = AwayParameter
 
 
 def accumulator(parameter: nn.Parameter) -> Node:
