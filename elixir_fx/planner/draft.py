@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Homes, Layout, Limits
+from elixir_fx.plan import Chunk, Homes, Layout, Limits, align
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.place import Stay, Use, core_bytes, extent, first_call, place, uses
@@ -321,11 +321,18 @@ class Drafter:
         return max(choice.arena_bytes - blocks, self._core_bytes(set(self._bound_away)))
 
     def _core_bytes(self, away: set[Item]) -> int:
+        """Bytes of the gather area without which no schedule works, of this graph or of one
+        that reads what this one leaves idle (another branch): two such chunks at once."""
         gathered = self._uses(away)
         key = tuple(use.chunk for use in gathered)
         if key not in self._known_cores:
             self._known_cores[key] = core_bytes(gathered)
-        return self._known_cores[key]
+        idle = sorted(
+            align(self._sizes[chunk].chunk.nbytes)
+            for chunk, part in away
+            if part is Part.PARAMETERS and chunk not in key
+        )
+        return max(self._known_cores[key], sum(idle[-2:]))
 
     @cached_property
     def _known_cores(self) -> dict[tuple[int, ...], int]:
