@@ -82,7 +82,7 @@ class Session:
             options=options,
             machine=self.machine,
             limits=limits(options, self.machine),
-            optimizer=probe(optimizer) if optimizer is not None else None,
+            optimizer=probe(optimizer, _trained(model)) if optimizer is not None else None,
             progress=self.progress,
         )
         self.engine: Engine | None = None
@@ -208,7 +208,7 @@ class Session:
         """Capture and plan with gradients on wherever something requires them."""
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
         if trains and self.lowering.optimizer is None:
-            self.lowering.optimizer = probe("adamw")  # one may be bound later
+            self.lowering.optimizer = probe("adamw", _trained(self.model))  # one may be bound later
         self.progress(f"capturing {type(self.model).__name__}")
         if self.machine.unified and (self.options.memory is not None or is_meta(self.model)):
             bound_heap()  # before the first large tensor: what a heap has grown to it keeps
@@ -275,7 +275,7 @@ class Session:
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Stream the optimizer's step; before the first capture it is remembered until then."""
-        facts = probe(optimizer)
+        facts = probe(optimizer, _trained(self.model))
         if self.engine is None:
             self._optimizer, self.lowering.optimizer = optimizer, facts
             return
@@ -371,6 +371,11 @@ def _optimizer_at_work() -> torch.optim.Optimizer | None:
                 return found
         frame = frame.f_back
     return None
+
+
+def _trained(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes of the parameters that learn."""
+    return {p.dtype for p in model.parameters() if p.requires_grad}
 
 
 def ordinary_state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -6,6 +6,8 @@ and gives the same bits; the training that follows does too.
 
 import copy
 import io
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -577,3 +579,111 @@ def test_an_unbound_optimizer_works_with_one_warning(tmp_path: Path) -> None:
     assert sum("bind" in str(one.message) for one in caught) == 1
     pair.check()
     assert pair.away()
+
+
+RISKY = """
+import copy, gc, pickle, sys, warnings
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+import elixir_fx
+from elixir_fx import AwayParameter
+
+warnings.simplefilter("ignore")
+model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+x = torch.ones(2, 16)
+net = elixir_fx.compile(model, example_inputs=(x,), memory="1GiB", disk=sys.argv[1],
+                        keep={"0": "disk", "2": "disk"})
+p, q = model[0].weight, model[2].weight
+assert type(p) is AwayParameter
+raw = torch._C.DisableTorchFunctionSubclass
+before = [one.detach().clone() for one in model.parameters()]
+uses = {
+    "address": lambda: p.data_ptr(),
+    "storage": lambda: p.untyped_storage().nbytes(),
+    "typed storage": lambda: p.storage(),
+    "set": lambda: p.set_(torch.ones(64, 16)),
+    "resize": lambda: p.resize_(3),
+    "swap": lambda: torch.utils.swap_tensors(p, nn.Parameter(torch.ones(64, 16))),
+    "array": lambda: np.asarray(p.detach()) + np.array(q.detach()),
+    "array of a leaf": lambda: np.asarray(p),
+    "memoryview": lambda: memoryview(p),
+    "dlpack": lambda: torch.from_dlpack(p.detach()),
+    "frombuffer": lambda: torch.frombuffer(p.detach().numpy(), dtype=torch.float32),
+    "shared": lambda: p.share_memory_(),
+    "pinned": lambda: p.is_pinned(),
+    "subclass": lambda: p.as_subclass(torch.Tensor).sum(),
+    "new": lambda: torch.Tensor(p),
+    "tensor": lambda: torch.tensor(p),
+    "parameter": lambda: nn.Parameter(p),
+    "vmap": lambda: torch.vmap(lambda row: row.sum())(p),
+    "jvp": lambda: torch.func.jvp(lambda w: (w * w).sum(), (p,), (torch.ones(64, 16),)),
+    "dual": lambda: dual(),
+    "compiled part": lambda: torch.compile(model[0], backend="eager")(x),
+    "traced": lambda: torch.jit.trace(model, (x,))(x),
+    "scripted": lambda: torch.jit.script(model)(x),
+    "exported": lambda: torch.export.export(model, (x,)),
+    "symbolic": lambda: torch.fx.symbolic_trace(model)(x),
+    "quantised": lambda: torch.ao.quantization.quantize_dynamic(model, {nn.Linear})(x),
+    "weight norm": lambda: parametrizations.weight_norm(model[0]),
+    "pruned": lambda: prune.l1_unstructured(copy.deepcopy(model)[0], "weight", 0.5),
+    "pickled": lambda: pickle.loads(pickle.dumps(p)).sum(),
+    "out": lambda: torch.add(q.t(), 1, out=p.data),
+    "out itself": lambda: torch.mul(p.data, 0.5, out=p.data),
+    "sparse": lambda: p.to_sparse().sum(),
+    "complex": lambda: torch.view_as_complex(p.detach().view(-1, 2)),
+    "as strided": lambda: p.as_strided((3, 3), (1, 2)).sum(),
+    "names": lambda: p.refine_names("a", "b"),
+    "functional": lambda: torch.func.functional_call(model, dict(model.named_parameters()), (x,)),
+    "hessian": lambda: torch.autograd.functional.hessian(lambda w: (w**3).sum(), model[2].bias),
+    "second order": lambda: torch.autograd.grad((p**3).sum(), p, create_graph=True)[0].sum(),
+    "raw repr": lambda: object.__repr__(p),
+    "stacked": lambda: torch.stack([p, q.t()]).sum(),
+    "thread": lambda: in_thread(),
+    "equal": lambda: (p == q.t()).sum() + (p in [p]),
+    "sort": lambda: torch.sort(p).values,
+    "index": lambda: p[torch.tensor([0, 3])][:, None],
+    "put": lambda: torch.no_grad()(p.index_put_)((torch.tensor([1]),), torch.tensor(4.0)),
+    "masked": lambda: torch.no_grad()(p.masked_fill_)(p > 1, 0.0),
+    "mode": lambda: torch.inference_mode()(lambda: p * 2)().sum(),
+    "deleted": lambda: delattr(copy.deepcopy(model)[0], "weight"),
+    "closed": lambda: net._session.engine.close(),
+    "after": lambda: p.sum(),
+}
+
+def dual():
+    import torch.autograd.forward_ad as forward
+    with forward.dual_level():
+        return forward.make_dual(p, torch.ones(64, 16)).sum()
+
+def in_thread():
+    import threading
+    found = []
+    thread = threading.Thread(target=lambda: found.append(p.sum()))
+    thread.start(); thread.join()
+    assert torch.equal(found[0], p.sum())
+
+for name, use in uses.items():
+    try:
+        result = use()
+        kind = "worked"
+    except Exception as error:
+        kind = type(error).__name__
+    print(name, ":", kind, flush=True)
+    if name == "as strided":
+        same = all(torch.equal(a, b.detach()) for a, b in zip(before[1:], list(model.parameters())[1:]))
+        assert same, "a use changed a parameter that it did not write"
+"""  # noqa: E501
+
+
+def test_no_use_crashes_the_process(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RISKY, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    lines = dict(line.split(" : ") for line in done.stdout.splitlines() if " : " in line)
+    assert done.returncode == 0, f"{done.returncode} after {list(lines)[-1:]}: {done.stderr[-2000:]}"
+    worked = [name for name, kind in lines.items() if kind == "worked"]
+    assert len(lines) == 49 and len(worked) > 25
+    for name in ("address", "storage", "set", "resize", "shared", "after"):
+        assert lines[name] in ("ElixirError", "TierError"), name

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 from graphs import NAMED, gpt
-from harness import adamw, budget, compare, train
+from harness import adamw, budget, compare
 from torch import nn
 
 import elixir_fx
 from elixir_fx import recycling
+from elixir_fx.machine import Tier
 from elixir_fx.runtime.recycler import Recycler
 from elixir_fx.units import GIB
 
@@ -31,6 +32,15 @@ def test_every_named_model_keeps_its_bits(name: str, tmp_path: Path) -> None:
     example = NAMED[name]
     options = tight(example.build(), example.batches(1)[0], tmp_path)
     compare(example.build(), adamw, example.batches(3), compile=options)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+def test_gradients_that_stay_are_not_taken(share: float, tmp_path: Path) -> None:
+    memory = budget(GPT.build(), GPT.batches(1)[0], share, disk_memory=GIB, optimizer="adamw")
+    options = {"memory": memory, "disk": str(tmp_path)}
+    run = compare(GPT.build(), adamw, GPT.batches(3), compile=options)
+    homes = {chunk.homes.gradients for chunk in run.plan.layout.chunks}
+    assert Tier.DEVICE in homes or share < 0.9
 
 
 def test_blocks_are_used_again(tmp_path: Path) -> None:
@@ -77,6 +87,14 @@ def test_memory_that_somebody_else_holds_is_not_taken() -> None:
     recycler.give(value)
     assert recycler.held_bytes == 0
     del view
+    leaf = torch.nn.Parameter(torch.zeros(1024))
+    leaf.grad = value
+    recycler.give(value)
+    assert recycler.held_bytes == 0
+    leaf.grad = value.view(1024)
+    recycler.give(value)
+    assert recycler.held_bytes == 0
+    leaf.grad = None
     recycler.give(value)
     assert recycler.held_bytes == 4096
     again = recycler.take(4096, 0, (4, 256), (256, 1), torch.float32)

@@ -228,6 +228,10 @@ class AwayTensor(Tensor):
         self.data.copy_(self.snapshot().map_(other, function))
         return self
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """A copy: an alias of another class would have no memory behind it."""
+        return self.clone().as_subclass(cls)
+
     def is_shared(self) -> bool:
         return False
 
@@ -410,6 +414,10 @@ class AwayParameter(nn.Parameter):
             return cast(Tensor, _Fetch.apply(self))  # type: ignore[no-untyped-call]
         return self.base.detach()
 
+    def as_subclass(self, cls: type[Any]) -> Any:
+        """A copy, as for AwayTensor; torch itself would not ask `__torch_function__`."""
+        return self.clone().as_subclass(cls)
+
     def _ordinary(self) -> nn.Parameter:
         parameter = nn.Parameter(self.base.snapshot(), self.requires_grad)
         parameter.__dict__.update(
@@ -551,8 +559,13 @@ def post_hooks(parameter: nn.Parameter) -> dict[int, Any]:
 def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether `tensor`, with the one that it is a view of, is all that looks at `storage`, its
     own; the given Python object aside."""
-    holders = torch._C._storage_Use_Count(storage._cdata) - 1
-    return bool(holders == (1 if tensor._base is None else 2))
+    holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    base = tensor._base
+    if tensor._use_count() != 1:  # p.grad, or a graph that is kept, has it too
+        return False
+    if base is None:
+        return holders == 1
+    return holders == 2 and base._use_count() == 2  # the view's, and the name's here
 
 
 def version(tensor: Tensor) -> int:
