@@ -101,7 +101,17 @@ def rewrite(step: StepGraph, plan: Plan, pipeline: Pipeline, dump: Path | None =
         _record(step, transform.__name__, started, after - before, before - after)
         done.append(transform.__name__)
         _dump(step, dump, transform.__name__, len(done))
+    _adopt_lines(step)
     step.module.recompile()
+
+
+def _adopt_lines(step: StepGraph) -> None:
+    """Our nodes stand under the user's line that they serve: that of the next operator."""
+    trace: str | None = None
+    for node in reversed(step.nodes):
+        if node.op == "call_function" and node.stack_trace is None:
+            node.stack_trace = trace
+        trace = node.stack_trace or trace
 
 
 def _operators(step: StepGraph) -> Counter[str]:

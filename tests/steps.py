@@ -189,4 +189,5 @@ def run(step: StepGraph, values: Sequence[Tensor], home: Any = None) -> list[Any
             return calls.get(target, target)(*args, **kwargs)
 
     torch.manual_seed(0)
-    return list(Interpreter(step.module).run(*[value.clone() for value in values]))
+    # A copy: the captured module's own code generator would nest the results.
+    return list(Interpreter(copied(step).module).run(*[value.clone() for value in values]))

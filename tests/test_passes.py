@@ -23,7 +23,15 @@ from elixir_fx.passes.release import release
 from elixir_fx.passes.split_views import split_views
 from elixir_fx.pipeline import PIPELINE, Pipeline, rewrite
 from elixir_fx.plan import Plan
-from elixir_fx.step import StepGraph, is_backward, memory_root, readers, stay_of
+from elixir_fx.step import (
+    StepGraph,
+    is_backward,
+    mark,
+    memory_root,
+    readers,
+    stay_of,
+    tensor,
+)
 
 PASSES = PIPELINE.transforms
 
@@ -66,7 +74,7 @@ t_2 = aten.t.default(mm_1)
 t_3 = aten.t.default(t)
 mm_2 = aten.mm.default(tangents_1, t_3)
 t_4 = aten.t.default(t_2)
-_to_copy_1 = aten._to_copy.default(t_4, dtype=torch.bfloat16)
+_to_copy_1 = aten._to_copy.default(t_4, dtype=torch.bfloat16, layout=torch.strided, device=cpu)
 return [mm, _to_copy_1, mm_2]"""
     )
     assert printed(after(split_views)) == (
@@ -82,7 +90,7 @@ t_5 = aten.t.default(_to_copy_2)
 t_3 = aten.t.default(t_5)
 mm_2 = aten.mm.default(tangents_1, t_3)
 t_4 = aten.t.default(t_2)
-_to_copy_1 = aten._to_copy.default(t_4, dtype=torch.bfloat16)
+_to_copy_1 = aten._to_copy.default(t_4, dtype=torch.bfloat16, layout=torch.strided, device=cpu)
 return [mm, _to_copy_1, mm_2]"""
     )
 
@@ -119,7 +127,7 @@ def test_reduce_prints() -> None:
     text = printed(after(split_views, gather, release, reduce), notes=True)
     assert text.endswith(
         """\
-_to_copy_1 = aten._to_copy.default(t_4, dtype=torch.bfloat16)
+_to_copy_1 = aten._to_copy.default(t_4, dtype=torch.bfloat16, layout=torch.strided, device=cpu)
 # reduce chunk 0 (w, 4.0 KiB) to device after _to_copy_1
 reduce_0 = elixir.reduce.default(0, [0], [_to_copy_1])
 answer_0_0 = getitem(reduce_0, 0)
@@ -215,7 +223,11 @@ def _reduced(step: StepGraph, node: Any) -> list[str]:
 
 
 def half_split(step: StepGraph, plan: Plan) -> None:
-    """Forgets to split."""
+    split_views(step, plan)
+    view = next(n for n in reversed(step.nodes) if n.name == "t_1")  # of 2.weight, in the forward
+    with step.module.graph.inserting_before(step.output):
+        node = step.call("late", torch.ops.aten.clone.default, (view,), lambda: tensor(view))
+    mark(node, backward=True)
 
 
 def half_gather(step: StepGraph, plan: Plan) -> None:
@@ -226,8 +238,9 @@ def half_gather(step: StepGraph, plan: Plan) -> None:
 
 def half_release(step: StepGraph, plan: Plan) -> None:
     release(step, plan)
-    released = next(n for n in step.nodes if n.target is ops.RELEASE)
     gathered = next(n for n in step.nodes if n.target is ops.GATHER)
+    stay = stay_of(gathered)
+    released = next(n for n in step.nodes if n.target is ops.RELEASE and stay_of(n) == stay)
     gathered.append(released)
 
 
@@ -246,7 +259,7 @@ def half_prefetch(step: StepGraph, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        (split_views, half_split, r"backward reads .*a gathered weight of the forward"),
+        (split_views, half_split, r"late in the backward reads t_1, a gathered weight of the forward"),
         (gather, half_gather, r"reads parameter '0.weight'.* without a gather"),
         (release, half_release, r"pass 'half_release' .*reads chunk 0 .* after its release"),
         (reduce, half_reduce, r"the gradient of '.*', .* leaves the graph without a reduce"),
