@@ -142,7 +142,9 @@ def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
     known = step.paths.get(node.name)
     path = known.path if known is not None else ""
     name = "".join(letter if letter.isalnum() else "_" for letter in path)
-    placeholder = graph.placeholder(name if name.isidentifier() else node.name)
+    if name[:1].isdigit():
+        name = f"_{name}"
+    placeholder = graph.placeholder(name or node.name)
     placeholder.meta = dict(node.meta)
     placeholder.meta[SAVED] = memory_root(node).op != "placeholder"
     placeholder.meta[ROOT] = recycled_root(node)

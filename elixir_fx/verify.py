@@ -48,6 +48,7 @@ def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
     """
     _order(step)
     _arguments(step)
+    _crossing(step)
     walk = _Walk(step=step)
     targets = {node.target for node in step.nodes}
     if complete or ops.RELEASE in targets:
@@ -84,6 +85,20 @@ def _order(step: StepGraph) -> None:
         if backward and not is_backward(node):
             raise VerifyError(f"forward node {node.name} stands after the backward began")
         backward = backward or is_backward(node)
+
+
+def _crossing(step: StepGraph) -> None:
+    """Law 3: the backward reads no chunk that the forward gathered."""
+    for node in step.nodes:
+        if not is_backward(node) or node.op == "output":
+            continue
+        for source in node.all_input_nodes:
+            root = memory_root(source)
+            if root.target is ops.GATHER and not is_backward(source):
+                raise VerifyError(
+                    f"{node.name} in the backward reads {source.name}, a gathered weight of the "
+                    f"forward (chunk {stay_of(root).chunk}): it would be saved for backward"
+                )
 
 
 def _arguments(step: StepGraph) -> None:
@@ -155,11 +170,10 @@ class _Walk:
     was_backward: bool = False
 
     def visit(self, node: fx.Node) -> None:
-        if node.op not in ("placeholder", "output"):
-            if is_backward(node) and not self.was_backward:
-                self.was_backward = True
-                self.end_of_phase("forward")
-            self.crossing(node)
+        inner = node.op not in ("placeholder", "output")
+        if inner and is_backward(node) and not self.was_backward:
+            self.was_backward = True
+            self.end_of_phase("forward")
         if node.target is ops.PREFETCH:
             self.begin(node, gathers=False)
         elif node.target is ops.GATHER:
@@ -228,17 +242,6 @@ class _Walk:
                 raise VerifyError(
                     f"{node.name} reads chunk {chunk} ({self.step.chunk(chunk).title}) through "
                     f"{source.name} after its release"
-                )
-
-    def crossing(self, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if is_backward(node) == is_backward(source) or source.op == "placeholder":
-                continue
-            root = memory_root(source)
-            if root.target is ops.GATHER:
-                raise VerifyError(
-                    f"{node.name} in the backward reads {source.name}, a gathered weight of the "
-                    f"forward (chunk {stay_of(root).chunk}): it would be saved for backward"
                 )
 
     def end_of_phase(self, phase: str) -> None:

@@ -259,7 +259,11 @@ def half_prefetch(step: StepGraph, plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("right", "wrong", "message"),
     [
-        (split_views, half_split, r"late in the backward reads t_1, a gathered weight of the forward"),
+        (
+            split_views,
+            half_split,
+            r"late in the backward reads t_1, a gathered weight of the forward",
+        ),
         (gather, half_gather, r"reads parameter '0.weight'.* without a gather"),
         (release, half_release, r"pass 'half_release' .*reads chunk 0 .* after its release"),
         (reduce, half_reduce, r"the gradient of '.*', .* leaves the graph without a reduce"),
