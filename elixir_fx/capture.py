@@ -222,7 +222,7 @@ class _Compilation:
     def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """Where gradients are off: the forward alone."""
         (outputs,) = module.graph.output_node().args
-        self.lower(module, len(outputs), trains=False)
+        self.lower(module, len(outputs), trains=False)  # type: ignore[arg-type]
         assert self.lowered is not None
         return _boxed(self.lowered.forward)
 

@@ -251,10 +251,10 @@ def _write_into_block(
     block = graph.call_method("take", (owner, nbytes, node.meta[ROOM], *geometry))
     args = fx.node.map_arg(node.args, known.__getitem__)
     if node.target in COPIES:
-        return graph.call_function(torch.ops.aten.copy_.default, (block, args[0]))  # type: ignore[index]
+        return graph.call_function(torch.ops.aten.copy_.default, (block, args[0]))
     target, out = OUT_VARIANTS[node.target]
     kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
-    return graph.call_function(target, args, {**kwargs, out: block})  # type: ignore[arg-type, dict-item]
+    return graph.call_function(target, args, {**kwargs, out: block})
 
 
 def _last_readers(half: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:

@@ -16,7 +16,12 @@ parameter; autograd then refuses in-place edits, as it does for any leaf.
 Where this differs from an ordinary parameter: `p.data = x` copies x home (same shape and
 dtype only) and does not alias it; `numpy()` gives a read-only copy; `data_ptr()` and
 `untyped_storage()` raise; a view taken with gradients on cannot be used in another forward
-after the value has changed (RuntimeError: take it again).
+after the value has changed (RuntimeError: take it again); `nn.Parameter(p)` raises, as it does
+for any subclass (use `p.data`).
+
+What it cannot catch: `torch.tensor(p)` and `torch.Tensor(p)`, which PyTorch itself warns against,
+and `torch.vmap` over p itself ask nobody before they read memory, and there is none: the process
+ends. Use `p.detach().clone()`.
 
 Underscored torch names in this file were tried on torch 2.11 and 2.13.
 """
@@ -560,12 +565,13 @@ def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether `tensor`, with the one that it is a view of, is all that looks at `storage`, its
     own; the given Python object aside."""
     holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    users: Any = Tensor._use_count  # type: ignore[attr-defined]
     base = tensor._base
-    if tensor._use_count() != 1:  # p.grad, or a graph that is kept, has it too
+    if users(tensor) != 1:  # p.grad, or a graph that is kept, has it too
         return False
     if base is None:
         return holders == 1
-    return holders == 2 and base._use_count() == 2  # the view's, and the name's here
+    return bool(holders == 2 and users(base) == 2)  # the view's, and the name's here
 
 
 def version(tensor: Tensor) -> int:
