@@ -1,0 +1,166 @@
+"""The public functions and options that no other test is about."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import adamw, difference
+from pairs import SPARE, Pair, Side, memory_needed, same
+from torch import Tensor, nn
+
+import elixir_fx
+from elixir_fx import ElixirError, PlanError
+from elixir_fx.pipeline import PIPELINE
+from elixir_fx.plan import Plan
+from elixir_fx.step import StepGraph
+from elixir_fx.units import GIB
+
+X = torch.linspace(-1, 1, 4 * 64).view(4, 64)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.body = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return self.body(self.wte(x).tanh()) + shift
+
+
+@pytest.fixture(scope="module")
+def smallest() -> int:
+    return memory_needed(Net(), (X,))
+
+
+def homes(net: Any) -> dict[str, str]:
+    layout = net.plan.layout
+    return {s.path: str(c.homes.parameters) for c in layout.chunks for s in c.slices}
+
+
+def test_every_name_is_exported() -> None:
+    for name in ("compile", "plan", "smallest_memory", "full_parameters", "save", "load",
+                 "ElixirModule", "AwayParameter", "ChunkGradient", "Plan", "ElixirError",
+                 "CaptureError", "PlanError", "VerifyError", "TierError"):  # fmt: skip
+        assert hasattr(elixir_fx, name), name
+
+
+def test_a_plan_is_made_saved_and_given_back(smallest: int, tmp_path: Path) -> None:
+    """By name of an optimizer, for a disk without a folder, for a model on meta."""
+    with torch.device("meta"):
+        model: nn.Module = Net()
+    plan = elixir_fx.plan(model, {"x": X}, memory=smallest, disk_memory=GIB, optimizer="adamw")
+    assert plan.limits.device == smallest and plan.limits.disk == GIB
+    assert plan.forecast.peak_device_bytes <= smallest and plan.forecast.lower_bound_s > 0
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text())["elixir_fx_plan"] == 1
+    for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
+        net = elixir_fx.compile(
+            Net(), plan=given, memory=smallest, disk=tmp_path, example_inputs=(X,)
+        )
+        assert net.plan is not None and net.plan.layout == plan.layout
+
+
+def test_equal_questions_have_equal_plans(smallest: int) -> None:
+    first, second = (
+        elixir_fx.plan(Net(), (X,), memory=smallest, disk_memory=GIB) for _ in range(2)
+    )
+    assert first == second
+
+
+@pytest.mark.parametrize("inputs", [(X,), {"x": X, "shift": 1.0}, (X, 2.0)])
+def test_example_inputs(inputs: Any) -> None:
+    net = elixir_fx.compile(Net(), example_inputs=inputs, **SPARE)
+    assert net.plan is not None
+    want = net._original(*inputs) if isinstance(inputs, tuple) else net._original(**inputs)
+    got = net(*inputs) if isinstance(inputs, tuple) else net(**inputs)
+    assert difference(want, got) is None
+
+
+def test_homes_that_are_fixed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"memory": GIB, "disk": tmp_path}
+    pair = Pair(Net, [(X,)], {**options, "keep": {"wte": "disk"}})
+    pair.train(2)
+    pair.check()
+    assert pair.away() == ["wte.weight", "wte.bias"]
+    assert homes(pair.ours.net)["body.weight"] == "device"
+    with pytest.raises(PlanError, match="attic"):
+        elixir_fx.compile(Net(), keep={"wte": "attic"}, **options)
+
+
+def test_parameters_that_are_left_alone(smallest: int, tmp_path: Path) -> None:
+    class Own(nn.Parameter):
+        """A Parameter of the user's own, which cannot be stored away."""
+
+    def build() -> nn.Module:
+        model = Net()
+        model.body.bias = Own(torch.zeros(64))
+        return model
+
+    options = {"memory": smallest + (64 << 10), "disk": tmp_path, "ignore": ["body.bias"]}
+    pair = Pair(build, [(X,)], options)
+    pair.train(2)
+    pair.check()
+    assert type(pair.ours.net.body.bias) is Own and "body.bias" not in pair.away()
+
+
+def test_a_pass_of_ones_own_and_a_dump(smallest: int, tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def mine(step: StepGraph, plan: Plan) -> None:
+        """Before: anything. After: the same. Law: none."""
+        seen.append(len(step.nodes))
+
+    (tmp_path / "disk").mkdir()
+    options = {
+        "memory": smallest,
+        "disk": tmp_path / "disk",
+        "passes": PIPELINE.after("gather", mine),
+        "dump": tmp_path / "dump",
+    }
+    net = elixir_fx.compile(Net(), example_inputs=(X,), **options)
+    assert seen and [record.name for record in net.history if record.name == "mine"]
+    files = sorted(path.name for path in (tmp_path / "dump").iterdir())
+    assert any(name.endswith("captured.py") for name in files)
+    assert any("prefetch" in name for name in files)
+    with pytest.raises(ElixirError, match="no transform pass is called"):
+        PIPELINE.after("gathers", mine)
+
+
+def test_memory_as_text_and_as_a_number(smallest: int, tmp_path: Path) -> None:
+    for memory in (smallest, f"{smallest / 1024}KiB", "0.01GiB"):
+        net = elixir_fx.compile(Net(), memory=memory, disk=tmp_path, example_inputs=(X,))
+        assert net.plan is not None and net.plan.forecast.peak_device_bytes <= 0.01 * GIB
+
+
+def test_default_budget_keeps_a_small_model(tmp_path: Path) -> None:
+    model = Net()
+    net = elixir_fx.compile(model, adamw(list(model.parameters())), disk=tmp_path)
+    net(X).mean().backward()
+    assert net.plan is not None and net.plan.layout.keeps_all and net.plan.limits.device > 0
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_several_models_at_once(smallest: int, tmp_path: Path) -> None:
+    """Nothing is shared between two compiled models."""
+    options = {"memory": smallest, "disk": tmp_path}
+    pairs = [Pair(Net, [(X,)], options) for _ in range(2)]
+    for _ in range(2):
+        for pair in pairs:
+            pair.train()
+    for pair in pairs:
+        pair.check()
+    one, two = (pair.ours for pair in pairs)
+
+    def chained(side: Side) -> Tensor:
+        other = two if side is one else pairs[1].plain
+        return other.net(side.net(X).sin()).square().mean()
+
+    results = []
+    for side in pairs[0].sides:
+        chained(side).backward()
+        other = two if side is one else pairs[1].plain
+        results.append([p.grad for p in (*side.net.parameters(), *other.net.parameters())])
+    same(*results)
