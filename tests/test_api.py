@@ -17,6 +17,8 @@ from elixir_fx.plan import Plan
 from elixir_fx.step import StepGraph
 from elixir_fx.units import GIB
 
+THREADS = 1
+
 X = torch.linspace(-1, 1, 4 * 64).view(4, 64)
 
 

@@ -23,6 +23,8 @@ from torch.nn import functional
 from torch.optim import swa_utils
 from torch.utils.checkpoint import checkpoint
 
+THREADS = 1
+
 
 class Net(nn.Module):
     """Tied, frozen and shared weights, buffers, and a method beside forward."""
@@ -121,7 +123,7 @@ READS: dict[str, Callable[[Side], Any]] = {
     "compared": lambda s: (s.net.fc1.weight > 0, torch.equal(s.net.fc1.bias, s.net.fc2.bias)),
     "views": lambda s: [s.net.fc1.weight.t()[1:3], s.net.fc1.weight.view(-1)[5],
                         *s.net.fc1.weight.chunk(2), s.net.fc1.weight.unbind(0)[1]],
-    "iterated": lambda s: sum(float(row.sum()) for row in s.net.fc1.weight),
+    "iterated": lambda s: sum(float(row.detach().sum()) for row in s.net.fc1.weight),
     "as tensor": lambda s: [torch.as_tensor(s.net.fc1.bias), s.net.fc1.bias.detach().cpu()],
     "new parameter": lambda s: nn.Parameter(s.net.fc1.weight.data),
     "stacked": lambda s: torch.stack([p.detach().abs().mean() for p in weights(s)]),

@@ -23,6 +23,8 @@ from elixir_fx import CaptureError, ElixirError, PlanError, TierError
 from elixir_fx.testing import FaultyFiles, compile_over
 from elixir_fx.units import MIB
 
+THREADS = 1
+
 MLP = mlp(32, 96, 96, 32)
 BATCHES = MLP.batches(8)
 X = BATCHES[0]

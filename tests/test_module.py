@@ -16,6 +16,8 @@ from torch import Tensor, nn
 import elixir_fx
 from elixir_fx import ElixirError, PlanError
 
+THREADS = 1
+
 
 class Net(nn.Module):
     """Tied weights, saved and unsaved buffers, state of its own, a method beside forward."""

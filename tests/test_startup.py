@@ -18,6 +18,8 @@ import elixir_fx
 from elixir_fx import ElixirError, TierError
 from elixir_fx.units import GIB
 
+THREADS = 1
+
 GENERATOR = torch.Generator().manual_seed(3)
 X = torch.randn(4, 32, generator=GENERATOR)
 BATCHES: list[Batch] = [(torch.randn(4, 32, generator=GENERATOR),) for _ in range(4)]

@@ -1,6 +1,7 @@
 """Cases of /shared/CASES: what a training loop does, with memory to spare and under the
 smallest budget with a disk. Each equals plain PyTorch bit for bit."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Batch, call, loss_of, sgd_momentum
+from harness import Batch, loss_of, sgd_momentum
 from pairs import SPARE, Pair, Side, memory_needed, same, tight
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elixir_fx
-from elixir_fx.units import GIB
+
+THREADS = 1
 
 BOTH = pytest.mark.parametrize("budget", ["tight", "spare"])
 GENERATOR = torch.Generator().manual_seed(4)
@@ -797,7 +799,7 @@ class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [4, 36, 4, 36, 4, 36, 4, 36, 4]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.layers[6].weight = self.layers[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
