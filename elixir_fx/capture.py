@@ -57,6 +57,10 @@ class Lowered:
 Lower = Callable[[StepGraph], Lowered]
 
 
+class _Stale(BaseException):
+    """A parameter was frozen or thawed, which torch 2.11 does not guard. Never leaves this file."""
+
+
 class ForwardError(CaptureError):
     """The model's own forward raised while it was captured; run it to see what."""
 
@@ -102,7 +106,12 @@ class Capture:
                 specialize_float=True,
                 recompile_limit=GRAPHS + 2,
             ):
-                return self.call(self.model, *args, **kwargs)
+                try:
+                    return self.call(self.model, *args, **kwargs)
+                except _Stale:
+                    reset_code(self._code)
+                    self.graphs = 0
+                    return self.call(self.model, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
             raise data_dependent_error(self.model, error) from None
         except BackendCompilerFailed as error:
@@ -276,13 +285,18 @@ class _Compilation:
     def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The function that Dynamo's code calls once the guards hold."""
         owner, step = self.owner, self.step
-        paths = [item.path for item in step.inputs] if step is not None else []
+        inputs = step.inputs if step is not None else ()
+        paths = [item.path for item in inputs]
+        learns = [item.trainable if item.role is Role.PARAMETER else None for item in inputs]
         tangents = tangent_outputs(step) if step is not None else ()
         self.step = None  # the joint graph is not needed any more
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def run(*args: Any) -> Any:
             capture = _alive(owner)
+            for flag, value in zip(learns, args, strict=False):
+                if flag is not None and value.requires_grad is not flag:
+                    raise _Stale
             capture.enter(paths, args)
             results = compiled(*args)
             if len(tangents) > 1:

@@ -383,6 +383,10 @@ def test_another_parameter_object_is_refused(trained: Pair) -> None:
     trained.check()
 
 
+def hook_of_the_output(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda grad: grad * 3)
+
+
 def test_hooks_of_the_model(trained: Pair) -> None:
     """Forward hooks, added after the first step, on the model and on a layer."""
 
@@ -392,9 +396,7 @@ def test_hooks_of_the_model(trained: Pair) -> None:
             net.register_forward_hook(lambda module, args, output: output * 2),
             net.layers[0].register_forward_hook(lambda module, args, output: output + 1),
             net.layers[2].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,)),
-            net.layers[1].register_forward_hook(
-                lambda module, args, output: output.register_hook(lambda grad: grad * 3) and None
-            ),
+            net.layers[1].register_forward_hook(hook_of_the_output),
         ]
 
     handles = [add(side) for side in trained.sides]
