@@ -22,9 +22,9 @@ from elixir_fx.runtime.parameters import (
     AwayTensor,
     ChunkGradient,
     away,
-    plain,
     settle,
 )
+from elixir_fx.runtime.tracing import plain
 
 
 class Done:
