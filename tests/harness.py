@@ -11,6 +11,7 @@ makes one loss of it.
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,6 +211,18 @@ def assert_equal_runs(plain: Run, ours: Run) -> None:
             if (words := difference(left[name], right[name])) is not None:
                 problems.append(f"{what}: {name}: {words}")
     assert not problems, f"{len(problems)} differences\n" + "\n".join(problems[:20])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Compute with `count` threads. Tests of small models take one: two that wait for each
+    other on a busy machine take many times as long."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def needs(

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from graphs import NAMED, Named, gpt, mlp
-from harness import adamw, call, difference, leaves, loss_of, needs
+from harness import adamw, call, difference, leaves, loss_of, needs, threads
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,6 +25,12 @@ from elixir_fx.units import GIB
 
 MLP = mlp(64, 256, 256, 64)
 GPT = gpt(layers=2, width=64, seq=8, tied=True)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
 
 
 @cache

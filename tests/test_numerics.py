@@ -1,7 +1,7 @@
 """Training under a budget is the same training: every loss, gradient, weight and state, bit
 for bit equal to plain PyTorch's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ from harness import (
     loss_of,
     needs,
     sgd_momentum,
+    threads,
     train,
 )
 from hypothesis import HealthCheck, given, settings
@@ -33,6 +34,12 @@ from elixir_fx.testing import emulated
 from elixir_fx.units import GIB
 
 GPT = gpt(layers=2, width=128, seq=16)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
 
 
 @cache
@@ -82,6 +89,12 @@ def test_gpt_under_a_budget_with_a_disk(
     batches = example.batches(3 * accumulate)
     run = compare(example.build(), make_optimizer, batches, accumulate=accumulate, compile=options)
     assert used_the_disk(run)
+
+
+def test_gpt_with_two_threads(tmp_path: Path) -> None:
+    options = under_budget(GPT, 0.2, tmp_path)
+    with threads(2):
+        assert used_the_disk(compare(GPT.build(), adamw, GPT.batches(2), compile=options))
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
