@@ -2,9 +2,9 @@
 
 (a) no limits: what the transformation itself costs. (b) under a budget (activations plus a
 quarter of the training state) and a disk, four micro-batches a step. The two sides take turns,
-each in a process of its own. The disk's bandwidth is measured in the same run; it gives the least time
-that the bytes of this plan need: forward and backward, and then the update, cannot be faster
-than plain PyTorch's nor than their own bytes over the disk.
+each in a process of its own. The disk's bandwidth is measured in the same run; it gives the
+least time that the bytes of this plan need: forward and backward, and then the update, cannot
+be faster than plain PyTorch's nor than their own bytes over the disk.
 
     python examples/benchmarks/speed.py
 """
