@@ -369,7 +369,8 @@ class Binding:
         if load.value is not None:
             lend(parameter, load.value.view)
         if load.gradient is not None:
-            parameter.grad = load.gradient.view
+            # With a version counter of its own: views of the arena share one.
+            parameter.grad = load.gradient.view.data
         elif isinstance(load.seen, AwayTensor):
             parameter.grad = load.seen.snapshot()
         load.lent = parameter.grad
