@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from elixir_fx.facts import Role
 from elixir_fx.step import StepGraph, memory_root, value
 
+OUTPUT_BYTES = 64 * 1024  # left for small results that the caller keeps, a loss
 SMALLEST_BYTES = 256 * 1024  # results below this come from the heap, which reuses them itself
 ROOM = "elixir_room"  # node.meta key: bytes that may stay held while this result is live
 
@@ -95,7 +96,7 @@ def _rooms(step: StepGraph, names: list[str]) -> dict[str, int]:
     # Gradient blocks give their pages back between backward passes, which pays for what no
     # plan counts (the compiler's objects, kernels' scratch): the recycler leaves that alone.
     spare = step.layout.gradient_blocks * step.layout.gradient_block_bytes
-    peak = max(live) - spare
+    peak = max(live) - spare - OUTPUT_BYTES
     marks = [position[name] for name in names] + [len(live)]
     return {
         name: max(0, peak - max(live[marks[index] : marks[index + 1]]))

@@ -136,9 +136,7 @@ class Footprint:
 
     @cached_property
     def sizes(self) -> tuple[ChunkBytes, ...]:
-        return tuple(
-            ChunkBytes(chunk=c, optimizer=self.optimizer.of(c.dtype)) for c in self.chunks
-        )
+        return tuple(ChunkBytes(chunk=c, optimizer=self.optimizer.of(c.dtype)) for c in self.chunks)
 
     @cached_property
     def reduces(self) -> dict[int, int]:

@@ -562,16 +562,13 @@ def post_hooks(parameter: nn.Parameter) -> dict[int, Any]:
 
 
 def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether `tensor`, with the one that it is a view of, is all that looks at `storage`, its
-    own; the given Python object aside."""
-    holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    """Whether only `tensor`, and the one it is a view of, look at `storage`."""
     users: Any = Tensor._use_count  # type: ignore[attr-defined]
     base = tensor._base
-    if users(tensor) != 1:  # p.grad, or a graph that is kept, has it too
+    holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object aside
+    if users(tensor) != 1:  # p.grad has it too, or a graph that is kept
         return False
-    if base is None:
-        return holders == 1
-    return bool(holders == 2 and users(base) == 2)  # the view's, and the name's here
+    return holders == 1 if base is None else bool(holders == 2 and users(base) == 2)
 
 
 def version(tensor: Tensor) -> int:

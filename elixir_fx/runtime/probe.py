@@ -116,9 +116,7 @@ def _named(name: str) -> Optimizer:
     return makers[name]([nn.Parameter(torch.zeros(2, 2))])
 
 
-def _probe_group(
-    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype
-) -> OptimizerFacts:
+def _probe_group(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> OptimizerFacts:
     name = type(optimizer).__name__
     floats = [p for p in group["params"] if p.is_floating_point()]
     device = floats[0].device if floats else torch.device("cpu")

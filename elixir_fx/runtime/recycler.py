@@ -35,12 +35,13 @@ class Recycler:
     ) -> Tensor:
         """Memory for a result, uninitialised. `room_bytes` may stay held beside it."""
         free = self._free.get(nbytes)
-        if not free:
-            self.shrink(room_bytes)
+        storage = free.pop() if free else None
+        if storage is not None:
+            self.held_bytes -= nbytes
+            self.reused += 1
+        self.shrink(room_bytes)
+        if storage is None:
             return torch.empty_strided(shape, strides, dtype=dtype)
-        storage = free.pop()
-        self.held_bytes -= nbytes
-        self.reused += 1
         # A tensor of its own, not a view: a view would keep the one before it alive.
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
 
