@@ -61,8 +61,8 @@ class Parameter:
     backward, ascending; none for a parameter that this graph does not have. `trainable`: it
     requires a gradient, here or in another graph; `gradient` is the position of the node that
     completes it, None where none is computed, `gradient_storage` the name of the storage that
-    it lies in, which two parameters may share. `span` is the elements from its first to its last, which is
-    numel for a dense layout. `pinned` is a tier's name if the user fixed its home.
+    it lies in, which two parameters may share. `span` is the elements from its first to its
+    last, which is numel for a dense layout. `pinned` is a tier's name if the user fixed its home.
     """
 
     path: str

@@ -566,9 +566,8 @@ def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     users: Any = Tensor._use_count  # type: ignore[attr-defined]
     base = tensor._base
     holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object aside
-    if users(tensor) != 1:  # p.grad has it too, or a graph that is kept
-        return False
-    return holders == 1 if base is None else bool(holders == 2 and users(base) == 2)
+    alone: bool = users(tensor) == 1  # else p.grad has it too, or a graph that is kept
+    return alone and (holders == 1 if base is None else bool(holders == 2 and users(base) == 2))
 
 
 def version(tensor: Tensor) -> int:
