@@ -304,6 +304,8 @@ class Engine:
             self.reducer.drain()
             self.cache.clear()
             room = self.peak_bytes - self.constant_bytes() - self.gradient_bytes()
+            # As much is left alone as the gradient blocks give back in a forward.
+            room -= self.layout.gradient_blocks * self.layout.gradient_block_bytes
             self.recycler.shrink(max(0, room - self.update_bytes))
             try:
                 yield self.store.arena
