@@ -23,6 +23,7 @@ from elixir_fx import ops
 from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, recycled_root
 from elixir_fx.step import (
     StepGraph,
+    identifier,
     is_backward,
     is_item,
     memory_root,
@@ -140,10 +141,7 @@ def _half(
 def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
     """A placeholder named as a reader knows it: by the path of its parameter or buffer."""
     known = step.paths.get(node.name)
-    path = known.path if known is not None else ""
-    name = "".join(letter if letter.isalnum() else "_" for letter in path)
-    if name[:1].isdigit():
-        name = f"_{name}"
+    name = identifier(known.path) if known is not None else ""
     placeholder = graph.placeholder(name or node.name)
     placeholder.meta = dict(node.meta)
     placeholder.meta[SAVED] = memory_root(node).op != "placeholder"

@@ -291,6 +291,12 @@ def is_item(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+def identifier(path: str) -> str:
+    """A parameter's or buffer's path as a Python name; empty for an empty path."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in path)
+    return f"_{name}" if name[:1].isdigit() else name
+
+
 def operator_name(node: fx.Node) -> str:
     """The operator's qualified name ("aten::mm"), or an empty string for anything else."""
     target: Any = node.target

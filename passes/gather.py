@@ -14,7 +14,7 @@ from torch import fx
 from elixir_fx import ops
 from elixir_fx.errors import PlanError
 from elixir_fx.plan import Chunk, Gather, Plan, Slice
-from elixir_fx.step import StepGraph, is_backward, mark, named, tensor
+from elixir_fx.step import StepGraph, identifier, is_backward, mark, named, tensor
 from elixir_fx.units import sizes
 
 
@@ -69,8 +69,7 @@ def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> 
 
 def _slice_view(step: StepGraph, gathered: fx.Node, piece: Slice) -> fx.Node:
     """The parameter's elements of the gathered chunk, in its shape and strides."""
-    path = "".join(letter if letter.isalnum() else "_" for letter in piece.path)
-    name = named(path, backward=is_backward(gathered))
+    name = named(identifier(piece.path), backward=is_backward(gathered))
     bounds = (0, piece.offset, piece.offset + piece.span)
     flat = tensor(gathered)
     part = step.call(

@@ -134,11 +134,6 @@ class Engine:
 
     # -- start-up -------------------------------------------------------------------------
 
-    @property
-    def away(self) -> list[nn.Parameter]:
-        """Parameters whose value is not an ordinary tensor."""
-        return self._away
-
     def move_home(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Move a value to its parameter's home and make that an AwayParameter; a parameter at
         home on the device keeps `value` as its data. One on meta becomes real."""
@@ -251,23 +246,13 @@ class Engine:
     # -- what the bound optimizer asks for -------------------------------------------------
 
     def units(self) -> Sequence[Sequence[nn.Parameter]]:
-        """Whole parameters that are updated together: runs of a chunk's slices of at most
-        `update_numel` elements, or one larger parameter."""
-        found: list[list[nn.Parameter]] = []
-        for entries in self._by_chunk.values():
-            chunk = entries[0].chunk
-            if not chunk.trainable or chunk.homes.on_device:
-                continue
-            unit: list[nn.Parameter] = []
-            elements = 0
-            for entry in entries:
-                if unit and elements + entry.piece.span > self.layout.update_numel:
-                    found.append(unit)
-                    unit, elements = [], 0
-                unit.append(entry.parameter)
-                elements += entry.piece.span
-            found.append(unit)
-        return found
+        """Whole parameters that are updated together, as the plan cuts its chunks."""
+        return [
+            [self._owned[piece.path] for piece in unit]
+            for chunk in self.layout.chunks
+            if chunk.trainable and not chunk.homes.on_device
+            for unit in chunk.units(self.layout.update_numel)
+        ]
 
     def state_home(self, parameter: nn.Parameter, name: str, like: Tensor) -> TensorHome:
         """The home of one element-wise state of a parameter; allocated with its chunk's."""

@@ -15,11 +15,12 @@ def sample_call(node: fx.Node) -> Callable[[], object] | None:
     """A call of the node's operator on made-up tensors; None where they do not suit it."""
     target: Callable[..., object] = node.target  # type: ignore[assignment]
     fakes = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
+    sample = _Sample(target, fakes)
     try:
-        _Sample(target, fakes)()
+        sample()
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None  # an operator that wants particular values: the roofline costs it
-    return _Sample(target, fakes)
+    return sample
 
 
 class _Sample:
