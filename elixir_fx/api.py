@@ -15,13 +15,13 @@ from torch import nn
 from elixir_fx import planner
 from elixir_fx.config import Options, read_options
 from elixir_fx.errors import ElixirError
+from elixir_fx.guarded import GuardedSession
 from elixir_fx.module import ElixirModule
 from elixir_fx.plan import Plan
 from elixir_fx.runtime import checkpoint
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.materialize import is_meta
 from elixir_fx.runtime.parameters import AwayParameter
-from elixir_fx.session import Session
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 
@@ -76,7 +76,7 @@ def compile_over(
     if read.disk_memory is not None and read.disk is None:
         raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
     _check_values_wanted(model, read)
-    compiled = ElixirModule(Session(model, optimizer, read, files))
+    compiled = ElixirModule(GuardedSession(model, optimizer, read, files))
     if example_inputs is not None:
         args, kwargs = _inputs(example_inputs)
         compiled._session.prepare(args, kwargs)
@@ -98,7 +98,7 @@ def plan(
     """
     _check_model(model)
     args, kwargs = _inputs(example_inputs)
-    session = Session(model, optimizer, read_options(options))
+    session = GuardedSession(model, optimizer, read_options(options))
     found = session.plan_only(args, kwargs)
     if found is None:
         raise ElixirError(f"{type(model).__name__} does no tensor operation on these inputs")
@@ -115,7 +115,7 @@ def smallest_memory(
     """The smallest `memory`, in bytes, that `compile()` would accept with these options."""
     _check_model(model)
     args, kwargs = _inputs(example_inputs)
-    session = Session(model, optimizer, read_options(options))
+    session = GuardedSession(model, optimizer, read_options(options))
     facts = session.facts_only(args, kwargs)
     return planner.smallest(facts, session.machine, session.lowering.limits, {})
 

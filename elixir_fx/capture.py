@@ -1,10 +1,12 @@
 """Capture: a call of a model becomes a joint graph, and runs only under its guards.
 
-First of the five verbs. The model's call is traced by torch.compile(fullgraph=True); each new
-graph is handed to AOTAutograd with one partition function, which makes a `StepGraph` of the
-joint forward and backward, gives it to `lower` (annotate, plan, rewrite) and returns the two
-halves that code generation split it into. Dynamo's guards decide which captured graph serves
-a call; where none does, the model is captured again.
+First of the five verbs, and the one seam to PyTorch. `compile_graph` takes a graph that Dynamo
+traced to AOTAutograd with one partition function, which makes a `StepGraph` of the joint
+forward and backward, gives it to its owner's `lower` (annotate, plan, rewrite) and returns
+the two halves that code generation split it into. Two entry points come through it:
+`Capture`, the guarded call of compile(), traces a whole model as torch.compile(fullgraph=True)
+does; `backend` is handed one region after the other by a torch.compile of the user's. Dynamo's
+guards decide which captured graph serves a call. A dimension that changes becomes a symbol.
 
 One of the three files that use underscored torch names (with codegen and runtime.parameters).
 Tried on torch 2.11 and 2.13. What it relies on: Dynamo lifts parameters to graph inputs in
@@ -15,18 +17,24 @@ order, tags joint nodes with their phase and describes tangents by the output th
 import builtins
 import os
 import types
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    ShortenTraceback,
+    TorchDynamoException,
+    TorchRuntimeError,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -35,7 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from elixir_fx.codegen import Halves
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
-from elixir_fx.step import Input, StepGraph, mark, span
+from elixir_fx.step import STEP_NAME, Input, StepGraph, mark, span
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 GRAPHS = 8  # captured graphs that a model keeps
@@ -54,42 +62,79 @@ class Lowered:
     backward: Boxed | None
 
 
-Lower = Callable[[StepGraph], Lowered]
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """One captured graph, as its calls are checked: its key, the paths of its inputs (empty
+    where the user gave them), and which inputs say how large a dynamic dimension is."""
+
+    key: str
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+
+class Owner(Protocol):
+    """Who captured graphs belong to: a session."""
+
+    @property
+    def title(self) -> str:
+        """What is compiled, for messages: the model's class."""
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by path; a tied one under each of its paths."""
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Buffers, likewise."""
+
+    def lower(self, step: StepGraph) -> Lowered:
+        """What runs in the place of a step."""
+
+    def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
+        """Called once the guards hold, outside of tracing, before anything of the step runs."""
+
+    def leave(self, results: Any, tangents: Sequence[int | None]) -> None:
+        """Called with the forward's results, and the output that each tangent belongs to."""
 
 
 class _Stale(BaseException):
     """A parameter was frozen or thawed, which torch 2.11 does not guard. Never leaves this file."""
 
 
+class _Refusal(ShortenTraceback):
+    """Brings an ElixirError out of Dynamo as it is, from a backend that it called."""
+
+    def __init__(self, error: ElixirError) -> None:
+        super().__init__(str(error), first_useful_frame=None)
+        self.error = error
+
+    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
+        return self.error.with_traceback(None)
+
+
 class ForwardError(CaptureError):
     """The model's own forward raised while it was captured; run it to see what."""
 
 
-@dataclass(kw_only=True, eq=False)
 class Capture:
-    """The guarded call of one model.
+    """The guarded call of one model, all of it in one graph.
 
-    `lower` turns a step into what runs. `enter` is called at the start of every captured
-    call, outside of tracing, before anything of the step runs, with the graph's inputs.
+    `owner` is told of every captured graph and every call.
     """
 
-    model: nn.Module
-    lower: Lower
-    enter: Callable[[Sequence[str], Sequence[Any]], None]
-    leave: Callable[[Any, Sequence[int | None]], None]
-    graphs: int = 0
-    call: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, model: nn.Module, owner: Owner) -> None:
+        self.model = model
+        self.graphs = 0
+        self._dynamic: bool | None = None  # as torch.compile means it
         # Code and globals of its own: there Dynamo puts what it made, which dies with the model.
+        # A name of its own: by it Dynamo remembers which sizes have changed.
         own = {"__name__": __name__, "__builtins__": builtins}
-        function = types.FunctionType(_step.__code__.replace(co_name="elixir_step"), own)
+        name = f"{STEP_NAME}_{uuid.uuid4().hex}"
+        function = types.FunctionType(_step.__code__.replace(co_name=name), own)
         self._code = function.__code__
         # What Dynamo made refers back to the code, by ways that no garbage collector sees.
         end = weakref.finalize(self, reset_code, self._code)
         end.atexit = False
-        backend = _weakly(self)  # Dynamo keeps every backend that it ever saw
-        self.call = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        backend = _counted(self, owner)  # Dynamo keeps every backend that it ever saw
+        self.call = torch.compile(function, backend=backend, fullgraph=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the captured step for these inputs, capturing it first if no guard holds.
@@ -98,8 +143,7 @@ class Capture:
         that the model's own code caused, by raising.
         """
         if self.graphs > GRAPHS:
-            reset_code(self._code)
-            self.graphs = 0
+            self._forget()
         try:
             with torch._dynamo.config.patch(
                 skip_nnmodule_hook_guards=False,
@@ -109,25 +153,57 @@ class Capture:
                 try:
                     return self.call(self.model, *args, **kwargs)
                 except _Stale:
-                    reset_code(self._code)
-                    self.graphs = 0
+                    self._forget()
                     return self.call(self.model, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
             raise data_dependent_error(self.model, error) from None
         except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, ElixirError):
-                raise error.inner_exception.with_traceback(None) from None
             raise CaptureError(f"{type(self.model).__name__}: lowering failed: {error}") from error
         except TorchDynamoException as error:
             raise capture_error(self.model, error) from None
 
-    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Dynamo's graph in, the function that its code calls out."""
-        self.graphs += 1
-        compilation = _Compilation(
-            owner=weakref.ref(self), names=_names(self.model), inputs=tuple(inputs)
-        )
-        # As in eager, a backward runs outside of the autocast that its forward was in.
+    def _forget(self) -> None:
+        """Drop every captured graph."""
+        reset_code(self._code)
+        self.graphs = 0
+
+
+def _counted(capture: Capture, owner: Owner) -> Callable[..., Any]:
+    """A Dynamo backend that keeps neither `capture` nor `owner` alive."""
+    counted, belongs = weakref.ref(capture), weakref.ref(owner)
+
+    def elixir_fx(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        alive = counted()
+        if alive is not None:
+            alive.graphs += 1
+        return compile_graph(belongs, module, inputs, None)
+
+    return elixir_fx
+
+
+def compile_graph(
+    owner: "weakref.ref[Owner]",
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    otherwise: Callable[..., Any] | None,
+) -> Callable[..., Any]:
+    """Dynamo's graph in, the function that its code calls out.
+
+    `otherwise` runs where a parameter was frozen or thawed and no guard noticed; None captures
+    the model again. The function does not keep `owner` alive.
+    """
+    alive = _alive(owner)
+    parameters, buffers = list(alive.parameters()), list(alive.buffers())
+    compilation = _Compilation(
+        owner=owner,
+        title=alive.title,
+        names=_names(parameters, buffers),
+        parameters=tuple({id(p): p for _, p in parameters}.values()),
+        buffer_bytes=sum({id(b): b.nbytes for _, b in buffers}.values()),
+        inputs=tuple(inputs),
+    )
+    # As in eager, a backward runs outside of the autocast that its forward was in.
+    try:
         with torch._functorch.config.patch(donated_buffer=False, backward_pass_autocast="off"):
             compiled = aot_autograd(
                 fw_compiler=compilation.forward,
@@ -135,25 +211,16 @@ class Capture:
                 inference_compiler=compilation.inference,
                 partition_fn=compilation.partition,
             )(module, list(inputs))
-        compilation.inputs = ()
-        return compilation.guarded(compiled)
+    except ElixirError as error:
+        raise _Refusal(error) from None
+    return compilation.guarded(compiled, otherwise)
 
 
-def _weakly(capture: Capture) -> Callable[..., Any]:
-    """`capture` as a Dynamo backend that does not keep it alive."""
-    owner = weakref.ref(capture)
-
-    def elixir_fx(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _alive(owner).compile(module, inputs)
-
-    return elixir_fx
-
-
-def _alive(owner: "weakref.ref[Capture]") -> Capture:
-    capture = owner()
-    if capture is None:
+def _alive(owner: "weakref.ref[Owner]") -> Owner:
+    found = owner()
+    if found is None:
         raise ElixirError("this step's model was deleted: keep the compiled model alive")
-    return capture
+    return found
 
 
 def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -175,16 +242,19 @@ class Name:
     trainable: bool = False
 
 
-def _names(model: nn.Module) -> Mapping[int, Name]:
+def _names(
+    parameters: Sequence[tuple[str, nn.Parameter]], buffers: Sequence[tuple[str, Tensor]]
+) -> Mapping[int, Name]:
     """Parameters and buffers by the id of the tensor; tied ones under their first path."""
     paths: dict[int, list[str]] = {}
     roles: dict[int, Role] = {}
     trained: set[int] = set()
-    for role, members in (
-        (Role.PARAMETER, model.named_parameters(remove_duplicate=False)),
-        (Role.BUFFER, model.named_buffers(remove_duplicate=False)),
-    ):
-        for path, member in members:
+    members: tuple[tuple[Role, Sequence[tuple[str, Tensor]]], ...] = (
+        (Role.PARAMETER, parameters),
+        (Role.BUFFER, buffers),
+    )
+    for role, named in members:
+        for path, member in named:
             paths.setdefault(id(member), []).append(path)
             roles.setdefault(id(member), role)
             if role is Role.PARAMETER and member.requires_grad:
@@ -199,15 +269,14 @@ def _names(model: nn.Module) -> Mapping[int, Name]:
 class _Compilation:
     """One graph on its way through AOTAutograd."""
 
-    owner: "weakref.ref[Capture]"  # the compiled function keeps this object, not the model
+    owner: "weakref.ref[Owner]"
+    title: str
     names: Mapping[int, Name]
+    parameters: tuple[nn.Parameter, ...]
+    buffer_bytes: int
     inputs: tuple[Any, ...]
     step: StepGraph | None = None
     lowered: Lowered | None = None
-
-    @property
-    def capture(self) -> Capture:
-        return _alive(self.owner)
 
     def partition(
         self, joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
@@ -244,16 +313,16 @@ class _Compilation:
             inputs=self.placeholders(module),
             trains=trains,
             idle=self.idle(),
-            buffer_bytes=sum(buffer.nbytes for buffer in self.capture.model.buffers()),
+            buffer_bytes=self.buffer_bytes,
         )
-        self.lowered = self.capture.lower(self.step)
+        self.lowered = _alive(self.owner).lower(self.step)
 
     def placeholders(self, module: fx.GraphModule) -> tuple[Input, ...]:
         """Who the forward placeholders are: the graph's inputs, in their order."""
         nodes = [n for n in module.graph.nodes if n.op == "placeholder" and not _is_tangent(n)]
         if len(nodes) != len(self.inputs):
             raise CaptureError(
-                f"{type(self.capture.model).__name__}: the captured graph has {len(nodes)} inputs "
+                f"{self.title}: the captured graph has {len(nodes)} inputs "
                 f"for {len(self.inputs)} tensors; inputs that share memory with each other and "
                 "are changed in place are not supported: clone them before the call"
             )
@@ -278,29 +347,38 @@ class _Compilation:
         present = {id(given) for given in self.inputs}
         return tuple(
             _idle(parameter, self.names[id(parameter)])
-            for parameter in self.capture.model.parameters()
+            for parameter in self.parameters
             if id(parameter) not in present
         )
 
-    def guarded(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(
+        self, compiled: Callable[..., Any], otherwise: Callable[..., Any] | None
+    ) -> Callable[..., Any]:
         """The function that Dynamo's code calls once the guards hold."""
         owner, step = self.owner, self.step
         inputs = step.inputs if step is not None else ()
-        paths = [item.path for item in inputs]
         learns = [item.trainable if item.role is Role.PARAMETER else None for item in inputs]
         tangents = tangent_outputs(step) if step is not None else ()
-        self.step = None  # the joint graph is not needed any more
+        captured = Captured(
+            key=step.key if step is not None else "",
+            paths=tuple(item.path for item in inputs),
+            sizes=tuple(place for place, _ in step.symbols) if step is not None else (),
+        )
+        # Neither the joint graph nor the model's tensors are needed any more.
+        self.step, self.inputs, self.parameters = None, (), ()
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def run(*args: Any) -> Any:
-            capture = _alive(owner)
+            alive = _alive(owner)
             for flag, value in zip(learns, args, strict=False):
                 if flag is not None and value.requires_grad is not flag:
+                    if otherwise is not None:
+                        return otherwise(*args)
                     raise _Stale
-            capture.enter(paths, args)
+            alive.enter(captured, args)
             results = compiled(*args)
-            if len(tangents) > 1:
-                capture.leave(results, tangents)
+            if tangents:
+                alive.leave(results, tangents)
             return results
 
         return run  # type: ignore[no-any-return]

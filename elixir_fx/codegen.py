@@ -27,8 +27,11 @@ from elixir_fx.step import (
     is_backward,
     is_item,
     memory_root,
+    number,
     stay_of,
+    storage_bytes,
     tensor,
+    value,
     viewed_input,
 )
 
@@ -83,7 +86,8 @@ class BoxedCode(CodeGen):
 
 def split(step: StepGraph) -> Halves:
     """Split the joint graph at the phase boundary, in the order that AOTAutograd expects:
-    forward returns its outputs, then what is saved; backward takes what is saved, then tangents.
+    forward returns its outputs, then the tensors that are saved, then the sizes; backward takes
+    the sizes, the tensors, then tangents.
     """
     if not step.trains:
         return Halves(forward=step.module, backward=None)
@@ -94,9 +98,11 @@ def split(step: StepGraph) -> Halves:
     saved = _saved(forward, backward, backward_outputs)
     descriptions = step.output.meta.get("desc")
     first = descriptions[: step.forward_outputs] if descriptions else None
+    tensors = [node for node in saved if isinstance(value(node), Tensor)]
+    sizes = [node for node in saved if not isinstance(value(node), Tensor)]
     return Halves(
-        forward=_half(step, forward, [], [*forward_outputs, *saved], first),
-        backward=_half(step, backward, [*saved, *tangents], list(backward_outputs), None),
+        forward=_half(step, forward, [], [*forward_outputs, *tensors, *sizes], first),
+        backward=_half(step, backward, [*sizes, *tensors, *tangents], list(backward_outputs), None),
     )
 
 
@@ -144,7 +150,8 @@ def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
     name = identifier(known.path) if known is not None else ""
     placeholder = graph.placeholder(name or node.name)
     placeholder.meta = dict(node.meta)
-    placeholder.meta[SAVED] = memory_root(node).op != "placeholder"
+    made = memory_root(node).op != "placeholder"
+    placeholder.meta[SAVED] = made and isinstance(value(node), Tensor)
     placeholder.meta[ROOT] = recycled_root(node)
     placeholder.meta.pop(ROOM, None)
     return placeholder
@@ -172,8 +179,8 @@ def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
             known[node] = _write_into_block(graph, owner, node, known)
         else:
             known[node] = graph.node_copy(node, known.__getitem__)
-        for value in dying.get(node, ()):
-            graph.call_method("give", (owner, known[value]))
+        for last in dying.get(node, ()):
+            graph.call_method("give", (owner, known[last]))
     if owner is not None and not owner.users:
         graph.erase_node(owner)
     graph.set_codegen(BoxedCode())
@@ -226,8 +233,8 @@ def _owned(gradient: fx.Node) -> bool:
         if source is None:
             break
         current = source
-    whole: bool = fake.untyped_storage().nbytes() == fake.numel() * fake.element_size()
-    return whole
+    own_bytes = number(fake.numel()) * int(fake.element_size())
+    return number(storage_bytes(fake)) == own_bytes
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

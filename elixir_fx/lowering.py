@@ -6,27 +6,31 @@ every later graph gets a schedule for that layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from elixir_fx.capture import real_mode
 from elixir_fx.codegen import Halves, split
 from elixir_fx.config import Options
 from elixir_fx.errors import PlanError
-from elixir_fx.facts import OptimizerFacts, Parameter
+from elixir_fx.facts import Facts, OptimizerFacts, Parameter, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import Limits, Plan
-from elixir_fx.planner import schedule, search
+from elixir_fx.planner import Formulas, Values, at, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
-from elixir_fx.step import StepGraph
+from elixir_fx.step import StepGraph, number, value
 
+KEPT = 64  # graphs with dynamic dimensions whose facts are kept
+SIZES = 64  # sizes of inputs that are known to fit, of all graphs with dynamic dimensions
 MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
 
@@ -40,6 +44,8 @@ class Lowering:
     optimizer: OptimizerFacts | None
     progress: Callable[[str], None]
     plan: Plan | None = None
+    dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
+    admitted: dict[tuple[str, Values], int] = field(default_factory=dict)  # -> bytes of outputs
 
     def __call__(self, step: StepGraph) -> Halves:
         """Annotate, plan, rewrite and split one step. PlanError if no plan fits."""
@@ -65,6 +71,26 @@ class Lowering:
             self.plan = self.plan.with_schedule(made)
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
+        if step.symbols:
+            formulas = Formulas(
+                symbols=tuple(symbol for _, symbol in step.symbols),
+                storages=step.storage_formulas,
+                nodes=step.node_formulas,
+            )
+            remember(self.dynamic, step.key, (step.facts(), formulas), KEPT)
+
+    def admit(self, key: str, values: Values) -> int:
+        """Check that a captured graph fits with its dynamic dimensions at `values`, before
+        anything of it runs. Bytes of its outputs. PlanError if it does not fit."""
+        known = self.admitted.get((key, values))
+        if known is None:
+            assert self.plan is not None
+            facts = at(*self.dynamic[key], values)
+            made = schedule(facts, self.machine, self.limits, self.plan.layout)
+            self.plan = self.plan.with_schedule(made)
+            known = sum(s.nbytes for s in facts.storages if s.role is Role.OUTPUT)
+            remember(self.admitted, (key, values), known, SIZES)
+        return known
 
     def first_plan(self, step: StepGraph) -> Plan:
         """Search for a plan; operators are timed only where something has to move."""
@@ -102,9 +128,17 @@ class Lowering:
         return {**found, **fresh}
 
 
+def remember(memory: dict[Any, Any], key: object, value: object, most: int) -> None:
+    """Put an entry last and let the oldest go beyond `most`."""
+    memory.pop(key, None)
+    memory[key] = value
+    if len(memory) > most:
+        del memory[next(iter(memory))]
+
+
 def _calls(specs: Mapping[str, fx.Node]) -> Iterator[tuple[str, Callable[[], object]]]:
     for key, node in specs.items():
-        call = sample_call(node)
+        call = sample_call(node.target, map_arg((node.args, node.kwargs), value), number)  # type: ignore[arg-type]
         if call is not None:
             yield key, call
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from elixir_fx.errors import ElixirError
+from elixir_fx.guarded import GuardedSession
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.checkpoint import full_state
-from elixir_fx.session import Session
 from elixir_fx.step import NOTE, Record
 
 # What wrappers ask of a module before they wrap it.
@@ -34,7 +34,7 @@ class ElixirModule(fx.GraphModule):
     step. Attributes that it does not have are the original's, and so are those set on it.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: GuardedSession) -> None:
         original = session.model
         super().__init__({"original": original}, _original_call())
         # One set of parameters, buffers, submodules and hooks, held by two modules.
@@ -99,7 +99,7 @@ class ElixirModule(fx.GraphModule):
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None before the first capture."""
-        session: Session = self._session
+        session: GuardedSession = self._session
         return session.plan
 
     @property

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from elixir_fx.facts import Role
-from elixir_fx.step import StepGraph, memory_root, value
+from elixir_fx.step import StepGraph, is_symbolic, memory_root, value
 
 OUTPUT_BYTES = 64 * 1024  # left for small results that the caller keeps, a loss
 SMALLEST_BYTES = 256 * 1024  # results below this come from the heap, which reuses them itself
@@ -70,7 +70,7 @@ def _suits(node: fx.Node, role: Role | None) -> bool:
     if role not in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
         return False
     fake = value(node)
-    if not isinstance(fake, Tensor) or fake.device.type != "cpu":
+    if not isinstance(fake, Tensor) or fake.device.type != "cpu" or is_symbolic(fake):
         return False
     nbytes = fake.numel() * fake.element_size()
     dense = math.prod(fake.shape) == 1 + sum(

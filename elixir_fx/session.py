@@ -1,19 +1,17 @@
-"""A session: one compiled model, from a call to a running step.
+"""A session: what one compiled model holds, whichever entry point its calls come through.
 
-Ties the five verbs together. The first call captures and plans without running, then moves
-the weights to their homes, outside of any tracing; only then does the step run. Later calls
-go straight through the guards; a new graph is lowered onto the same layout.
+Ties the middle of the five verbs to a running step: a captured step is lowered onto the plan
+(`lowering`), its halves are bound to the engine, the optimizer's step is streamed, and each
+step is measured. `guarded` is the session of compile(), `regions` that of the torch.compile
+backend; they differ in when the engine is made and in where parameters live.
 """
 
-import gc
 import sys
 import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,13 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from elixir_fx.capture import (
-    Capture,
-    ForwardError,
-    Lowered,
-    ordinary_inputs,
-    pretend_on,
-)
+from elixir_fx.capture import Captured, Lowered
 from elixir_fx.codegen import (
     Boxed,
     Halves,
@@ -37,31 +29,27 @@ from elixir_fx.codegen import (
     tangents_of_outputs,
 )
 from elixir_fx.config import Options, limits
-from elixir_fx.errors import CaptureError, ElixirError, PlanError
-from elixir_fx.facts import Facts, OptimizerFacts, Role
+from elixir_fx.errors import ElixirError, PlanError
+from elixir_fx.facts import OptimizerFacts, Role
 from elixir_fx.lowering import Lowering, compute_device
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.engine import Engine
-from elixir_fx.runtime.heap import bound_heap, relax_heap
-from elixir_fx.runtime.materialize import is_meta, materialize
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
 from elixir_fx.runtime.parameters import AwayTensor
 from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.store import Store
-from elixir_fx.runtime.tracing import plain
 from elixir_fx.step import Record, StepGraph
 
 
-class _Captured(BaseException):
-    """Stops a call between its capture and its first operation. Never leaves this file."""
-
-
 class Session:
-    """What a compiled model holds: its capture, plan, engine, optimizer and statistics."""
+    """What a compiled model holds: plan, engine, optimizer and statistics.
+
+    The owner of the graphs that `capture` makes.
+    """
 
     def __init__(
         self,
@@ -82,7 +70,7 @@ class Session:
             options=options,
             machine=self.machine,
             limits=limits(options, self.machine),
-            optimizer=probe(optimizer, _trained(model)) if optimizer is not None else None,
+            optimizer=probe(optimizer, trained(model)) if optimizer is not None else None,
             progress=self.progress,
         )
         self.engine: Engine | None = None
@@ -90,65 +78,54 @@ class Session:
         self.stats = Stats()
         self.shown: Halves | None = None  # of the last training capture
         self.history: list[Record] = []  # of the last captured step
-        self._facts: Facts | None = None  # of the first one, if they are asked for
-        self._wants_facts = False
+        self.output_bytes: dict[str, int] = {}  # of the last call, by graph with dynamic sizes
         self._optimizer = None if isinstance(optimizer, str) else optimizer
-        self._full = False
         self._warned = False
         self._step_hook: Any = None
         self._local = threading.local()
-        self._dry = False
-        self._capture = Capture(
-            model=model, lower=self._lower, enter=self._enter, leave=self._leave
-        )
 
     @property
     def plan(self) -> Plan | None:
         return self.lowering.plan
 
-    # -- a call ----------------------------------------------------------------------------
+    # -- the owner of captured graphs --------------------------------------------------------
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model on these inputs through its captured step."""
-        if self._full:
-            raise ElixirError("the compiled model cannot be called inside full_parameters()")
-        try:
-            if self.engine is None and not self.prepare(args, kwargs):
-                return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
-            return self._guarded(args, kwargs)
-        except ForwardError:
-            if is_meta(self.model):
-                raise
-        with torch.no_grad():
-            self.model(*args, **kwargs)  # raises what the model raises, in its own words
-        raise CaptureError(
-            f"{type(self.model).__name__} raised while it was captured and does not when it runs: "
-            "its forward depends on more than its inputs"
-        )
+    @property
+    def title(self) -> str:
+        return type(self.model).__name__
 
-    def _guarded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        assert self.engine is not None
-        with ExitStack() as stack:
-            stack.enter_context(plain(self.engine.entries))
-            stacks = self._local.__dict__.setdefault("stacks", [])
-            stacks.append(stack)
-            try:
-                return self._capture(*args, **kwargs)
-            finally:
-                stacks.pop()
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(remove_duplicate=False)
 
-    def _enter(self, paths: Sequence[str], inputs: Sequence[Any]) -> None:
-        """The guards hold and the step is about to run. ElixirError if a parameter is another
-        object than the one whose home the step reads."""
-        if self._dry:
-            raise _Captured
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self.model.named_buffers(remove_duplicate=False)
+
+    def lower(self, step: StepGraph) -> Lowered:
+        """Annotate, plan, rewrite and split a step; what runs it through the engine."""
+        halves = self.lowering(step)
+        self.machine = self.lowering.machine
+        if step.trains:
+            self.shown = halves
+        self.history = step.history
+        run = _Run(session=self, step=step)
+        forward = run.half(halves.forward, backward=False)
+        backward = run.half(halves.backward, backward=True) if halves.backward else None
+        return Lowered(halves=halves, forward=forward, backward=backward)
+
+    def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
+        """ElixirError if a parameter is another object than the one whose home the step reads,
+        PlanError for inputs larger than there is memory for."""
         if self.engine is not None:
-            self.engine.check_owned(paths, inputs)
-        self._local.stacks[-1].close()
+            self.engine.check_owned(captured.paths, inputs)
+        if captured.sizes:
+            values = tuple(inputs[place] for place in captured.sizes)
+            self.output_bytes[captured.key] = self.lowering.admit(captured.key, values)
 
-    def _leave(self, results: Any, tangents: Sequence[int | None]) -> None:
+    def leave(self, results: Any, tangents: Sequence[int | None]) -> None:
         """Learn, when the backward comes, which outputs took part in the loss; `tangents` says
         which output each tangent belongs to."""
+        if len(tangents) < 2:
+            return  # the only output that can take part does
         node = next((r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn), None)
         if node is None:
             return
@@ -165,74 +142,13 @@ class Session:
 
         node.register_prehook(before_backward)
 
-    # -- capture and start-up --------------------------------------------------------------
+    # -- the engine and the optimizer ------------------------------------------------------
 
-    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Capture, plan and move the weights for these inputs, running nothing.
-
-        The layout is made from the training graph wherever something requires grad. False
-        where the call has no tensor operation to plan. Errors leave the model as it was.
-        """
-        # What is made here outlives an inference mode that the caller may be in.
-        with self.progress, torch.inference_mode(False):
-            if not self._capture_only(args, kwargs):
-                return False
-            self._settle()
-        if self._optimizer is not None:
-            try:
-                self.bind(self._optimizer)
-            except ElixirError:
-                assert self.engine is not None
-                self.engine.give_back()
-                self.engine = None
-                raise
-        return True
-
-    def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
-        """The plan for these inputs; the model is left as it is."""
-        with self.progress:
-            self._capture_only(args, kwargs)
-        return self.plan
-
-    def facts_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-        """The facts of the step for these inputs, whatever the budgets."""
-        self.lowering.limits = replace(self.lowering.limits, device=sys.maxsize)
-        self._wants_facts = True
-        self.plan_only(args, kwargs)
-        self.lowering.limits = limits(self.options, self.machine)
-        if self._facts is None:
-            raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
-        return self._facts
-
-    def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Capture and plan with gradients on wherever something requires them."""
-        trains = any(parameter.requires_grad for parameter in self.model.parameters())
-        if trains and self.lowering.optimizer is None:
-            self.lowering.optimizer = probe("adamw", _trained(self.model))  # one may be bound later
-        self.progress(f"capturing {type(self.model).__name__}")
-        if self.machine.unified and (self.options.memory is not None or is_meta(self.model)):
-            bound_heap()  # before the first large tensor: what a heap has grown to it keeps
-        self._dry = True
-        try:
-            with (
-                torch.inference_mode(False),
-                torch.set_grad_enabled(trains),
-                pretend_on(self.model, self.device),
-            ):
-                args, kwargs = ordinary_inputs((args, dict(kwargs)))
-                self._capture(*args, **kwargs)
-        except _Captured:
-            return True
-        finally:
-            self._dry = False
-        return False
-
-    def _settle(self) -> None:
-        """Make the engine and move every parameter to its home."""
+    def make_engine(self) -> Engine:
+        """Memory on every tier as the plan has it; nothing has moved yet."""
         plan = self.plan
         assert plan is not None
         layout = plan.layout
-        parameters = dict(self.model.named_parameters())
         store = Store(
             device=self.device,
             arena_bytes=layout.arena_bytes,
@@ -243,21 +159,14 @@ class Session:
             staging_bytes=layout.staging_bytes,
             files=self._files,
         )
-        engine = Engine(layout, store, parameters, self.device)
-        engine.written = _weakly(self._written)
-        if self.machine.unified:
-            gc.collect()  # capturing leaves cycles behind
-            relax_heap() if layout.keeps_all else bound_heap()
-        self.progress("moving weights to their homes")
-        if is_meta(self.model):
-            materialize(
-                self.model,
-                lambda path, parameter, value: engine.move_home(parameter, value),
-                init=self.options.init,
-                weights=self.options.weights,
-                device=self.device,
-            )
-        engine.move_all_home()
+        engine = Engine(layout, store, dict(self.model.named_parameters()), self.device)
+        engine.written = weakly(self._written)
+        return engine
+
+    def start(self, engine: Engine) -> None:
+        """From now on steps run with this engine."""
+        plan = self.plan
+        assert plan is not None
         self.engine = engine
         engine.buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
         engine.peak_bytes = plan.forecast.peak_device_bytes
@@ -275,7 +184,7 @@ class Session:
 
     def bind(self, optimizer: torch.optim.Optimizer) -> None:
         """Stream the optimizer's step; before the first capture it is remembered until then."""
-        facts = probe(optimizer, _trained(self.model))
+        facts = probe(optimizer, trained(self.model))
         if self.engine is None:
             self._optimizer, self.lowering.optimizer = optimizer, facts
             return
@@ -317,39 +226,14 @@ class Session:
             stacklevel=2,
         )
 
-    @contextmanager
-    def full(self, writeback: bool) -> Iterator[None]:
-        """Every parameter an ordinary tensor for a while."""
-        self._full = True
-        try:
-            with self.engine.full(writeback) if self.engine is not None else nullcontext():
-                yield
-        finally:
-            self._full = False
-
     def free_bytes(self) -> int:
         """What the memory budget leaves beside what always stays."""
         if self.engine is None:
             return sys.maxsize
         return max(0, self.lowering.limits.device - self.engine.constant_bytes())
 
-    # -- lowering --------------------------------------------------------------------------
 
-    def _lower(self, step: StepGraph) -> Lowered:
-        halves = self.lowering(step)
-        self.machine = self.lowering.machine
-        if step.trains:
-            self.shown = halves
-        self.history = step.history
-        if self._wants_facts and self._facts is None:
-            self._facts = step.facts()
-        run = _Run(session=self, step=step)
-        forward = run.half(halves.forward, backward=False)
-        backward = run.half(halves.backward, backward=True) if halves.backward else None
-        return Lowered(halves=halves, forward=forward, backward=backward)
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
     """`method`, as long as its object lives."""
     reference = weakref.WeakMethod(method)
 
@@ -373,7 +257,7 @@ def _optimizer_at_work() -> torch.optim.Optimizer | None:
     return None
 
 
-def _trained(model: nn.Module) -> set[torch.dtype]:
+def trained(model: nn.Module) -> set[torch.dtype]:
     """The dtypes of the parameters that learn."""
     return {p.dtype for p in model.parameters() if p.requires_grad}
 
@@ -404,6 +288,7 @@ class _Run:
         self._reach = tangents_of_outputs(step) if step.trains else ()
         self._paths = [item.path for item in step.inputs]
         self._several = len({tangent for reach in self._reach for tangent in reach}) > 1
+        self._key = step.key
         self._output_bytes = sum(s.nbytes for s in step.storages if s.role is Role.OUTPUT)
 
     def half(self, module: fx.GraphModule, *, backward: bool) -> Boxed:
@@ -419,8 +304,10 @@ class _Run:
                 # Weakly: Dynamo's cache keeps the function where no garbage collector looks.
                 bound.append(executable(module, weakref.proxy(session.engine)))
             engine = session.engine
-            activations = (value for value, flag in zip(boxed, saved, strict=True) if flag)
-            with engine.running(), session.stats.half(bound[0], activations, self._output_bytes):
+            activations = [value for value, flag in zip(boxed, saved, strict=True) if flag]
+            key = (bound[0], *(value for value in boxed if type(value) is int))
+            output_bytes = session.output_bytes.get(self._key, self._output_bytes)
+            with engine.running(), session.stats.half(key, activations, output_bytes):
                 if not backward:
                     engine.reducer.rest()
                     engine.recycler.keeps = True

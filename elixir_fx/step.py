@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 
 from elixir_fx.facts import Cost, Facts, Moves, OptimizerFacts, Parameter, Role, Storage
 from elixir_fx.plan import Chunk, Gather, Layout, Schedule
 
+STEP_NAME = "elixir_step"  # begins the name of the function that calls a captured model
 NOTE = "elixir"  # node.meta key of our notes; print_readable(additional_meta=["elixir"])
 
 
@@ -79,6 +81,8 @@ class StepGraph:
     costs: tuple[Cost, ...] = ()
     moves: tuple[Moves, ...] = ()
     missing: tuple[str, ...] = ()
+    storage_formulas: Mapping[str, sympy.Expr] = field(default_factory=dict)  # bytes, by name
+    node_formulas: Mapping[str, sympy.Expr] = field(default_factory=dict)  # bytes moved, by name
     # what the transform passes must keep
     reference: "Reference | None" = None
     # decided by the planner
@@ -117,6 +121,17 @@ class StepGraph:
     def parameter_names(self) -> frozenset[str]:
         """Names of the placeholders that are parameters."""
         return frozenset(item.node for item in self.inputs if item.role is Role.PARAMETER)
+
+    @cached_property
+    def symbols(self) -> tuple[tuple[int, sympy.Symbol], ...]:
+        """The dynamic dimensions: place among the graph's inputs, and symbol."""
+        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        found = []
+        for place, node in enumerate(placeholders[: len(self.inputs)]):
+            formula = expression(value(node)) if not isinstance(value(node), Tensor) else None
+            if isinstance(formula, sympy.Symbol):
+                found.append((place, formula))
+        return tuple(found)
 
     @property
     def parameter_nodes(self) -> dict[str, fx.Node]:
@@ -237,6 +252,33 @@ def tensor(node: fx.Node) -> Tensor:
     return fake
 
 
+def number(value: object) -> int:
+    """A size as a number. One that depends on a dynamic dimension has the value that it had
+    in the call that was captured; one that depends on the values of tensors counts as 1."""
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return int(hint) if hint is not None else 1
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def expression(value: object) -> sympy.Expr | None:
+    """A size as a formula of the dynamic dimensions; None for a constant."""
+    if not isinstance(value, torch.SymInt):
+        return None
+    formula: sympy.Expr = value.node.expr
+    return formula if formula.free_symbols else None
+
+
+def is_symbolic(tensor: Tensor) -> bool:
+    """Whether a fake tensor's geometry depends on a dynamic dimension."""
+    return any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride()))
+
+
+def storage_bytes(tensor: Tensor) -> int | torch.SymInt:
+    """Bytes of the memory that a fake tensor lies in."""
+    return tensor.untyped_storage().nbytes()
+
+
 def span(tensor: Tensor) -> int:
     """Elements of memory from a tensor's first to its last."""
     if not tensor.numel():
@@ -248,7 +290,7 @@ def source_line(node: fx.Node) -> str:
     """The user's "file:line" that a node came from, or an empty string."""
     trace = node.meta.get("stack_trace") or ""
     frames = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    lines = [line for line in frames if not line.endswith("in elixir_step")]
+    lines = [line for line in frames if f"in {STEP_NAME}" not in line]
     if not lines:
         return ""
     parts = lines[-1].split('"')
@@ -276,7 +318,8 @@ _SHORT = {
 def _describe(fake: object) -> str:
     if isinstance(fake, Tensor):
         dtype = _SHORT.get(fake.dtype, str(fake.dtype).removeprefix("torch."))
-        return f"{dtype}{list(fake.shape)}@{list(fake.stride())}"
+        shape, strides = (list(map(number, sizes)) for sizes in (fake.shape, fake.stride()))
+        return f"{dtype}{shape}@{strides}"
     if isinstance(fake, (list, tuple)):
         return f"({', '.join(_describe(item) for item in fake)})"
     return repr(fake)

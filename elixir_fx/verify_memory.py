@@ -13,7 +13,16 @@ from elixir_fx import ops
 from elixir_fx.errors import VerifyError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Plan, Slice, align
-from elixir_fx.step import StepGraph, is_item, memory_root, readers, value, viewed_input
+from elixir_fx.step import (
+    StepGraph,
+    is_item,
+    memory_root,
+    number,
+    readers,
+    storage_bytes,
+    value,
+    viewed_input,
+)
 from elixir_fx.units import sizes
 
 
@@ -148,6 +157,7 @@ def _allocations(step: StepGraph) -> tuple[Counter[fx.Node], Counter[fx.Node]]:
             if isinstance(result, Tensor) and owner not in given:
                 uses = readers(owner) if owner is not None else ()
                 last = max([*picked, *uses], key=position.__getitem__)
-                born[node] += result.untyped_storage().nbytes()
-                died[last] += result.untyped_storage().nbytes()
+                nbytes = number(storage_bytes(result))
+                born[node] += nbytes
+                died[last] += nbytes
     return born, died

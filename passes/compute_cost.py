@@ -8,25 +8,41 @@ operator, shapes, strides and dtypes. An operator that nobody measured yet is li
 
 import math
 
+import sympy
+import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from elixir_fx.facts import Cost
 from elixir_fx.machine import Machine
-from elixir_fx.step import StepGraph, describe, is_item, operator_name, value, viewed_input
+from elixir_fx.step import (
+    StepGraph,
+    describe,
+    expression,
+    is_item,
+    number,
+    operator_name,
+    value,
+    viewed_input,
+)
 
 LAUNCH_S = 2e-6  # of one operator call from generated Python code
 
 
 def compute_cost(step: StepGraph, machine: Machine) -> None:
-    """Fill `step.costs` and `step.missing`."""
+    """Fill `step.costs`, `step.node_formulas` and `step.missing`."""
     costs, missing = [], {}
+    formulas: dict[str, sympy.Expr] = {}
     for node in step.nodes:
         if is_free(node):
             costs.append(Cost(node=node.name, seconds=0.0, flops=0, bytes=0, source="free"))
             continue
         key = operator_key(node)
-        flops, moved = _flops(node), _bytes(node)
+        moved_bytes = _bytes(node)
+        flops, moved = _flops(node), number(moved_bytes)
+        formula = expression(moved_bytes)
+        if formula is not None:
+            formulas[node.name] = formula
         seconds = machine.operators.get(key)
         if seconds is None:
             missing[key] = node
@@ -38,6 +54,7 @@ def compute_cost(step: StepGraph, machine: Machine) -> None:
         costs.append(Cost(node=node.name, seconds=seconds, flops=flops, bytes=moved, source=source))
     step.costs = tuple(costs)
     step.missing = tuple(missing)
+    step.node_formulas = formulas
 
 
 def is_free(node: fx.Node) -> bool:
@@ -46,7 +63,9 @@ def is_free(node: fx.Node) -> bool:
 
 
 def operator_key(node: fx.Node) -> str:
-    """What a measured time depends on: operator, arguments' shapes, strides, dtypes, values."""
+    """What a measured time depends on: operator, arguments' shapes, strides, dtypes, values.
+
+    Dynamic dimensions count with the value that they had in the captured call."""
     arguments = [_argument(argument) for argument in node.args]
     named = [f"{name}={_argument(argument)}" for name, argument in node.kwargs.items()]
     return f"{node.target}({', '.join(arguments + named)})"
@@ -54,7 +73,8 @@ def operator_key(node: fx.Node) -> str:
 
 def _argument(argument: object) -> str:
     if isinstance(argument, fx.Node):
-        return describe(argument)
+        given = value(argument)
+        return str(number(given)) if isinstance(given, torch.SymInt) else describe(argument)
     if isinstance(argument, (list, tuple)):
         return f"[{', '.join(_argument(item) for item in argument)}]"
     return repr(argument)
@@ -73,7 +93,7 @@ def _dtype(node: fx.Node) -> str:
     return str(tensors[0].dtype).removeprefix("torch.") if tensors else "float32"
 
 
-def _bytes(node: fx.Node) -> int:
+def _bytes(node: fx.Node) -> int | torch.SymInt:
     return sum(item.numel() * item.element_size() for item in _tensors(node))
 
 
@@ -85,11 +105,11 @@ def _flops(node: fx.Node) -> int:
         if name.endswith("_backward") or "_backward" in name:
             query, key = (value(source) for source in node.all_input_nodes[1:3])
         assert isinstance(query, Tensor) and isinstance(key, Tensor)
-        products = math.prod(query.shape) * key.shape[-2]
+        products = number(math.prod(query.shape) * key.shape[-2])
         return products * (10 if "_backward" in name else 4)
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in flop_registry:
         return 0
     arguments = [value(a) if isinstance(a, fx.Node) else a for a in node.args]
     keywords = {k: value(a) if isinstance(a, fx.Node) else a for k, a in node.kwargs.items()}
-    return int(flop_registry[packet](*arguments, **keywords, out_val=value(node)))
+    return number(flop_registry[packet](*arguments, **keywords, out_val=value(node)))

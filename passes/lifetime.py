@@ -9,6 +9,7 @@ operator live at least until the last of them has been picked out.
 
 from dataclasses import replace
 
+import sympy
 from torch import Tensor, fx
 
 from elixir_fx.facts import Parameter, Role, Storage
@@ -16,30 +17,45 @@ from elixir_fx.machine import Machine
 from elixir_fx.passes.derived import derived_from_parameters
 from elixir_fx.step import (
     StepGraph,
+    expression,
     is_backward,
     is_item,
     memory_root,
+    number,
     readers,
     source_line,
     span,
+    storage_bytes,
     tensor,
     value,
 )
 
 
 def lifetime(step: StepGraph, machine: Machine) -> None:
-    """Fill `step.storages` and `step.parameters`."""
+    """Fill `step.storages`, `step.storage_formulas` and `step.parameters`."""
     position = {node: index for index, node in enumerate(step.nodes)}
     roles = _roles(step)
     storages: list[Storage] = []
+    formulas: dict[str, sympy.Expr] = {}
     for node in step.nodes:
         if node.op == "output" or memory_root(node) is not node:
             continue
         if isinstance(value(node), Tensor):
             storages.append(_storage(node, position, roles))
+            made = [tensor(node)]
         else:
-            storages += _never_picked(node, position)
+            unpicked = _never_picked(node)
+            storages += [
+                _unpicked_storage(node, index, result, position)
+                for index, result in unpicked.items()
+            ]
+            made = list(unpicked.values())
+        for storage, result in zip(storages[len(storages) - len(made) :], made, strict=True):
+            formula = expression(storage_bytes(result))
+            if formula is not None:
+                formulas[storage.name] = formula
     step.storages = tuple(storages)
+    step.storage_formulas = formulas
     step.parameters = _parameters(step, position)
 
 
@@ -62,34 +78,40 @@ def _storage(
         role=role,
         path=path or module_path(node),
         source=source_line(node),
-        nbytes=tensor(node).untyped_storage().nbytes(),
+        nbytes=number(storage_bytes(tensor(node))),
         born=born,
         dies=max([position[node], *picked, *reads]),
         readers=tuple(sorted(reads)),
     )
 
 
-def _never_picked(node: fx.Node, position: dict[fx.Node, int]) -> list[Storage]:
-    """Results that an operator allocates with others and that nobody picks: they die with the
-    tuple that they came in."""
+def _never_picked(node: fx.Node) -> dict[int, Tensor]:
+    """Results that an operator allocates with others and that nobody picks, by their place."""
     results = value(node)
     if not isinstance(results, (list, tuple)):
-        return []
+        return {}
     wanted = {user.args[1] for user in node.users if is_item(user)}
-    return [
-        Storage(
-            name=f"{node.name}_{index}",
-            role=Role.TEMPORARY,
-            path=module_path(node),
-            source=source_line(node),
-            nbytes=result.untyped_storage().nbytes(),
-            born=position[node],
-            dies=max([position[node], *_picks(node, position)]),
-            readers=(),
-        )
+    return {
+        index: result
         for index, result in enumerate(results)
         if isinstance(result, Tensor) and index not in wanted
-    ]
+    }
+
+
+def _unpicked_storage(
+    node: fx.Node, index: int, result: Tensor, position: dict[fx.Node, int]
+) -> Storage:
+    """The memory of such a result: it dies with the tuple that it came in."""
+    return Storage(
+        name=f"{node.name}_{index}",
+        role=Role.TEMPORARY,
+        path=module_path(node),
+        source=source_line(node),
+        nbytes=number(storage_bytes(result)),
+        born=position[node],
+        dies=max([position[node], *_picks(node, position)]),
+        readers=(),
+    )
 
 
 def _picks(node: fx.Node, position: dict[fx.Node, int]) -> list[int]:

@@ -22,7 +22,7 @@ import elixir_fx
 from elixir_fx import planner
 from elixir_fx.config import read_options
 from elixir_fx.plan import Limits, Plan
-from elixir_fx.session import Session
+from elixir_fx.guarded import GuardedSession
 from elixir_fx.units import GIB
 
 Batch = tuple[Any, ...] | dict[str, Any]
@@ -233,7 +233,7 @@ def needs(
     **options: Any,
 ) -> tuple[int, int]:
     """The smallest device budget that works, and what the step takes where all stays."""
-    session = Session(model, optimizer, read_options(options))
+    session = GuardedSession(model, optimizer, read_options(options))
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     facts = session.facts_only(args, kwargs)
     tiers = session.lowering.limits

@@ -5,15 +5,15 @@ plan = planned(step, share=0.3)           # on the emulated accelerator
 rewrite(copied(step), plan, PIPELINE)     # a copy may be broken, the original stays
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from graphs import Example
 from torch import Tensor, fx, nn
 
-from elixir_fx.capture import Capture, Lowered, pretend_on
+from elixir_fx.capture import Capture, pretend_on
 from elixir_fx.errors import ElixirError
 from elixir_fx.machine import Tier
 from elixir_fx.pipeline import PIPELINE, annotate
@@ -32,6 +32,32 @@ class _CapturedError(ElixirError):
     """Ends a capture once it has its graph."""
 
 
+class _Owner:
+    """Takes the first captured step of a model and stops there."""
+
+    title = "model"
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.found: list[StepGraph] = []
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.model.named_parameters(remove_duplicate=False)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self.model.named_buffers(remove_duplicate=False)
+
+    def lower(self, step: StepGraph) -> NoReturn:
+        self.found.append(step)
+        raise _CapturedError
+
+    def enter(self, captured: object, inputs: object) -> None:
+        pass
+
+    def leave(self, results: object, tangents: object) -> None:
+        pass
+
+
 def captured(example: Example, *, grad: bool = True, optimizer: str = "adamw") -> StepGraph:
     """The annotated step of a model's call on its first batch; nothing runs."""
     return captured_model(example.build(), example.batches(1)[0], grad=grad, optimizer=optimizer)
@@ -40,20 +66,15 @@ def captured(example: Example, *, grad: bool = True, optimizer: str = "adamw") -
 def captured_model(
     model: nn.Module, batch: Any, *, grad: bool = True, optimizer: str = "adamw"
 ) -> StepGraph:
-    found: list[StepGraph] = []
-
-    def lower(step: StepGraph) -> Lowered:
-        found.append(step)
-        raise _CapturedError
-
-    capture = Capture(model=model, lower=lower, enter=lambda *_: None, leave=lambda *_: None)
+    owner = _Owner(model)
+    capture = Capture(model, owner)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     try:
         with torch.set_grad_enabled(grad), pretend_on(model, torch.device("cpu")):
             capture(*args, **kwargs)
     except _CapturedError:
         pass
-    (step,) = found
+    (step,) = owner.found
     step.optimizer = probe(optimizer)
     annotate(step, MACHINE, PIPELINE)
     return step

@@ -29,6 +29,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"options": ("config",)},
     {"lowering": ("lowering",)},
     {"session": ("session",)},
+    {"sessions": ("guarded",)},
     {"module": ("module",)},
     {"api": ("api",)},
     {"testing": ("testing",), "front": ("__init__",)},

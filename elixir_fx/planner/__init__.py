@@ -8,8 +8,10 @@ forecast  one steady step of a schedule             seconds
 bound     what no plan can beat                     seconds
 draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
+shapes    facts at other sizes of the inputs        facts
 """
 
 from elixir_fx.planner.search import schedule, search, smallest
+from elixir_fx.planner.shapes import Formulas, Values, at
 
-__all__ = ["schedule", "search", "smallest"]
+__all__ = ["Formulas", "Values", "at", "schedule", "search", "smallest"]

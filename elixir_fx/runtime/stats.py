@@ -6,7 +6,7 @@ each captured graph, over every storage that its operators make, on top of what 
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -34,6 +34,8 @@ NAMES = (
     "prefetch_misses",
 )
 
+SIZES = 64  # halves of steps, at different sizes of inputs, whose peaks are remembered
+
 
 class Stats:
     """Collects while steps run; `last` is the flat dict of the last whole step."""
@@ -58,24 +60,30 @@ class Stats:
         self._mark()
 
     @contextmanager
-    def half(self, run: object, saved: Iterable[Tensor], spare_bytes: int) -> Iterator[None]:
-        """Around one half of a step. `run` names it; `saved` are the forward's values that the
-        backward takes; `spare_bytes` may be used beyond the budget, by outputs."""
+    def half(self, run: object, saved: list[Tensor], spare_bytes: int) -> Iterator[None]:
+        """Around one half of a step. `run` names it and the sizes of its inputs; `saved` are the
+        forward's values that the backward takes and is emptied; `spare_bytes` may be used
+        beyond the budget, by outputs."""
         engine = self._engine
         assert engine is not None
         started = time.perf_counter()
         key = (run, engine.accumulating())
         if key in self._peaks and not self._bounded:
+            saved.clear()
             yield
         else:
             held = engine.gradient_bytes()
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
+            saved.clear()
             meter.adopt(engine.recycler.blocks())
             with meter:
                 yield
-            self._peaks[key] = max(self._peaks.get(key, 0), held + meter.peak_bytes)
+            peak = max(self._peaks.pop(key, 0), held + meter.peak_bytes)
+            self._peaks[key] = peak  # the latest last
+            if len(self._peaks) > SIZES:
+                del self._peaks[next(iter(self._peaks))]
         self._busy_s += time.perf_counter() - started
         self._peak = max(self._peak, self._peaks[key])
 
