@@ -15,7 +15,9 @@ order, tags joint nodes with their phase and describes tangents by the output th
 """
 
 import builtins
+import logging
 import os
+import re
 import types
 import uuid
 import weakref
@@ -35,6 +37,8 @@ from torch._dynamo.exc import (
     TorchDynamoException,
     TorchRuntimeError,
 )
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import ChainedSource, GlobalSource  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
@@ -146,6 +150,7 @@ class Capture:
             self._forget()
         try:
             with torch._dynamo.config.patch(
+                ignore_logging_functions=_logging(),
                 skip_nnmodule_hook_guards=False,
                 specialize_float=True,
                 recompile_limit=GRAPHS + 2,
@@ -166,6 +171,15 @@ class Capture:
         """Drop every captured graph."""
         reset_code(self._code)
         self.graphs = 0
+
+
+def _logging() -> set[Any]:
+    """Methods of loggers that a capture may skip: what they print is no part of a step.
+    Libraries add their own, `warning_once`, to the class when they are imported."""
+    names = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
+    methods = vars(logging.Logger).items()
+    found = {method for name, method in methods if name.removesuffix("_once") in names}
+    return found | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def _counted(capture: Capture, owner: Owner) -> Callable[..., Any]:
@@ -212,8 +226,56 @@ def compile_graph(
                 partition_fn=compilation.partition,
             )(module, list(inputs))
     except ElixirError as error:
-        raise _Refusal(error) from None
+        raise refused(error) from None
     return compilation.guarded(compiled, otherwise)
+
+
+def refused(error: ElixirError) -> BaseException:
+    """What a backend raises so that `error` reaches the user as it is."""
+    return _Refusal(error)
+
+
+def guard_identity(module: fx.GraphModule) -> None:
+    """Let Dynamo use this graph, which it is compiling, for these very parameters only. Of its
+    own accord it would use it for every module of the same class and shapes."""
+    for node in module.graph.nodes:
+        source = _source(node)
+        if source is None or not _is_parameter(node):
+            continue
+        while isinstance(source, ChainedSource) and not isinstance(source.base, GlobalSource):
+            source = source.base
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def named_parameters_of(
+    module: fx.GraphModule, inputs: Sequence[Any]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters among the inputs of Dynamo's graph, by their path in the module whose
+    forward it traced."""
+    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node, given in zip(nodes, inputs, strict=True):
+        if isinstance(given, nn.Parameter):
+            steps = re.findall(r"_(?:modules|parameters)\['(.*?)'\]", _source_name(node))
+            yield ".".join(steps) or node.name, given
+
+
+def sees_module_hooks() -> bool:
+    """Whether Dynamo's guards look at the hooks of modules."""
+    return not torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+def _source(node: fx.Node) -> Any:
+    """Where Dynamo got a graph's input from."""
+    return getattr(node.meta.get("grapharg"), "source", None) if node.op == "placeholder" else None
+
+
+def _source_name(node: fx.Node) -> str:
+    name = getattr(_source(node), "name", "")
+    return str(name() if callable(name) else name)  # a method before torch 2.12
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), nn.Parameter)
 
 
 def _alive(owner: "weakref.ref[Owner]") -> Owner:

@@ -49,14 +49,19 @@ class Options:
         return fixed
 
 
-def read_options(given: Mapping[str, Any]) -> Options:
-    """Options from `compile()`'s keywords. ElixirError names an unknown or impossible one."""
-    known = set(Options.__dataclass_fields__)
+def read_options(
+    given: Mapping[str, Any], of: str = "compile()", others: Sequence[str] = ()
+) -> Options:
+    """Options from keywords. ElixirError names an unknown or impossible one.
+
+    `of` says what has these options, for the message, and `others` what else it takes.
+    """
+    known = {*Options.__dataclass_fields__, *others}
     for name in given:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ElixirError(f"compile() has no option {name!r}{hint}. It has {sorted(known)}")
+            raise ElixirError(f"{of} has no option {name!r}{hint}. It has {sorted(known)}")
     values = {name: value for name, value in given.items() if value is not None}
     for name in ("memory", "host_memory", "disk_memory"):
         if name in values:

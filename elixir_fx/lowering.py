@@ -6,7 +6,7 @@ every later graph gets a schedule for that layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ KEPT = 64  # graphs with dynamic dimensions whose facts are kept
 SIZES = 64  # sizes of inputs that are known to fit, of all graphs with dynamic dimensions
 MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
+MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
+
 
 @dataclass(kw_only=True, eq=False)
 class Lowering:
@@ -44,13 +46,18 @@ class Lowering:
     optimizer: OptimizerFacts | None
     progress: Callable[[str], None]
     plan: Plan | None = None
+    make_plan: MakePlan = search
+    pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
+    held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
+    latest: Facts | None = None  # of the step that was decided last
     dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
     admitted: dict[tuple[str, Values], int] = field(default_factory=dict)  # -> bytes of outputs
 
     def __call__(self, step: StepGraph) -> Halves:
         """Annotate, plan, rewrite and split one step. PlanError if no plan fits."""
         step.optimizer = self.optimizer
-        step.pinned = self.options.keep_by_path(step.parameter_paths)
+        fixed = {path: tier.value for path, tier in self.pinned.items()}
+        step.pinned = fixed | self.options.keep_by_path(step.parameter_paths)
         self.decide(step)
         assert self.plan is not None
         if not self.plan.layout.keeps_all:
@@ -67,17 +74,18 @@ class Lowering:
         known = {entry.key: entry for entry in self.plan.schedules}
         if step.key not in known:
             _check_belongs(self.plan, step.parameters)
-            made = schedule(step.facts(), self.machine, self.limits, self.plan.layout)
+            made = schedule(step.facts(), self.machine, self.room(), self.plan.layout)
             self.plan = self.plan.with_schedule(made)
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
+        self.latest = step.facts()
         if step.symbols:
             formulas = Formulas(
                 symbols=tuple(symbol for _, symbol in step.symbols),
                 storages=step.storage_formulas,
                 nodes=step.node_formulas,
             )
-            remember(self.dynamic, step.key, (step.facts(), formulas), KEPT)
+            remember(self.dynamic, step.key, (self.latest, formulas), KEPT)
 
     def admit(self, key: str, values: Values) -> int:
         """Check that a captured graph fits with its dynamic dimensions at `values`, before
@@ -86,17 +94,21 @@ class Lowering:
         if known is None:
             assert self.plan is not None
             facts = at(*self.dynamic[key], values)
-            made = schedule(facts, self.machine, self.limits, self.plan.layout)
+            made = schedule(facts, self.machine, self.room(), self.plan.layout)
             self.plan = self.plan.with_schedule(made)
             known = sum(s.nbytes for s in facts.storages if s.role is Role.OUTPUT)
             remember(self.admitted, (key, values), known, SIZES)
         return known
 
+    def room(self) -> Limits:
+        """The limits, less what other graphs of the model hold."""
+        return replace(self.limits, device=max(0, self.limits.device - self.held_bytes()))
+
     def first_plan(self, step: StepGraph) -> Plan:
         """Search for a plan; operators are timed only where something has to move."""
         pins = {path: Tier(tier) for path, tier in step.pinned.items()}
         self.progress("planning")
-        plan = search(step.facts(), self.machine, self.limits, pins)
+        plan = self.make_plan(step.facts(), self.machine, self.limits, pins)
         if plan.layout.keeps_all:
             return plan
         if self.machine.unified:
@@ -108,7 +120,7 @@ class Lowering:
             self.machine = self.machine.with_operators(self.measured(step))
         annotate(step, self.machine, self.options.passes)
         self.progress("planning")
-        return search(step.facts(), self.machine, self.limits, pins)
+        return self.make_plan(step.facts(), self.machine, self.limits, pins)
 
     def measured(self, step: StepGraph) -> Mapping[str, float]:
         """Seconds of the step's operators, from the user's cache or measured now."""

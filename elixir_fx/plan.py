@@ -124,6 +124,15 @@ class Layout:
     host_bytes: int
     disk_bytes: int
     staging_bytes: int = 0  # host memory between disk and device, on an accelerator
+    mapped: bool = False  # parameters at home on the disk are tensors over a mapped file
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the mapped file."""
+        if not self.mapped:
+            return 0
+        homes = [(chunk, chunk.homes.parameters) for chunk in self.chunks]
+        return sum(align(chunk.nbytes) for chunk, home in homes if home is not Tier.DEVICE)
 
     @property
     def keeps_all(self) -> bool:

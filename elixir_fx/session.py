@@ -36,6 +36,7 @@ from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.engine import Engine
+from elixir_fx.runtime.mapped import MappedFile
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
 from elixir_fx.runtime.parameters import AwayTensor
@@ -142,6 +143,13 @@ class Session:
 
         node.register_prehook(before_backward)
 
+    def begin_backward(self) -> None:
+        """The backward of a captured graph is about to run, on this thread."""
+
+    def held_bytes(self) -> int:
+        """Activations that other graphs of the model hold at this moment."""
+        return 0
+
     # -- the engine and the optimizer ------------------------------------------------------
 
     def make_engine(self) -> Engine:
@@ -154,12 +162,17 @@ class Session:
             arena_bytes=layout.arena_bytes,
             machine=self.machine,
             host_bytes=layout.host_bytes,
-            disk_bytes=layout.disk_bytes,
-            disk=self.options.disk if layout.disk_bytes else None,
+            disk_bytes=layout.disk_bytes - layout.mapped_bytes,
+            disk=self.options.disk if layout.disk_bytes > layout.mapped_bytes else None,
             staging_bytes=layout.staging_bytes,
             files=self._files,
         )
-        engine = Engine(layout, store, dict(self.model.named_parameters()), self.device)
+        mapped = None
+        if layout.mapped_bytes:
+            assert self.options.disk is not None
+            mapped = MappedFile(self.options.disk, layout.mapped_bytes, self._files)
+        parameters = dict(self.model.named_parameters())
+        engine = Engine(layout, store, parameters, self.device, mapped)
         engine.written = weakly(self._written)
         return engine
 
@@ -307,7 +320,13 @@ class _Run:
             activations = [value for value, flag in zip(boxed, saved, strict=True) if flag]
             key = (bound[0], *(value for value in boxed if type(value) is int))
             output_bytes = session.output_bytes.get(self._key, self._output_bytes)
-            with engine.running(), session.stats.half(key, activations, output_bytes):
+            if backward:
+                session.begin_backward()
+            held_bytes = session.held_bytes()
+            with (
+                engine.running(),
+                session.stats.half(key, activations, output_bytes, held_bytes),
+            ):
                 if not backward:
                     engine.reducer.rest()
                     engine.recycler.keeps = True

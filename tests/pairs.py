@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from graphs import seeded
@@ -23,6 +23,7 @@ from elixir_fx import AwayParameter
 from elixir_fx.units import GIB
 
 Build = Callable[[], nn.Module]
+Entry = Literal["compile", "backend"]
 SPARE = {"memory": "1GiB"}
 
 
@@ -64,8 +65,24 @@ class Side:
         return value.detach()
 
 
+def through(
+    entry: Entry,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """`model` compiled by one of the two entry points."""
+    if entry == "compile":
+        return elixir_fx.compile(model, optimizer=optimizer, **options)
+    given = {"model": model, "optimizer": optimizer, **options}
+    return torch.compile(model, backend="elixir_fx", options=given)
+
+
 class Pair:
-    """`options` are compile()'s; with `bind=False` the optimizer stays unknown to it."""
+    """`options` are compile()'s; with `bind=False` the optimizer stays unknown to it.
+
+    `entry` is how ours is made: by elixir_fx.compile, or by torch.compile with our backend.
+    """
 
     def __init__(
         self,
@@ -74,6 +91,7 @@ class Pair:
         options: Mapping[str, Any],
         make_optimizer: MakeOptimizer = adamw,
         bind: bool = True,
+        entry: Entry = "compile",
     ) -> None:
         self.batches = itertools.cycle(batches)
         self.sides = []
@@ -83,14 +101,15 @@ class Pair:
             optimizer = make_optimizer(trained)
             net: Any = model
             if compiled:
-                net = elixir_fx.compile(model, optimizer=optimizer if bind else None, **options)
+                net = through(entry, model, optimizer if bind else None, options)
             self.sides.append(Side(model, net, optimizer, []))
         self.plain, self.ours = self.sides
         self._first = [
             (side.net.state_dict(), copy.deepcopy(side.optimizer.state_dict()))
             for side in self.sides
         ]
-        self._first[0] = copy.deepcopy(self._first[0])
+        aliasing = 1 if entry == "compile" else 2  # state dicts of these sides are live values
+        self._first[:aliasing] = copy.deepcopy(self._first[:aliasing])
 
     def restart(self) -> None:
         """Both as they were at first, as far as training goes."""

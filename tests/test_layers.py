@@ -29,9 +29,9 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"options": ("config",)},
     {"lowering": ("lowering",)},
     {"session": ("session",)},
-    {"sessions": ("guarded",)},
+    {"guarded": ("guarded",), "regions": ("regions",)},
     {"module": ("module",)},
-    {"api": ("api",)},
+    {"api": ("api",), "backend": ("backend",)},
     {"testing": ("testing",), "front": ("__init__",)},
 )
 ROOMS = {name: room for floor in FLOORS for room, names in floor.items() for name in names}

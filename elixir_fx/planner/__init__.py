@@ -8,6 +8,7 @@ forecast  one steady step of a schedule             seconds
 bound     what no plan can beat                     seconds
 draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
+arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts
 """
 

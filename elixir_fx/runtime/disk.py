@@ -148,7 +148,7 @@ class DiskFile:
             self._fd = self.files.open_unlinked(self.folder)
         except OSError as error:
             raise TierError(
-                f"disk={str(self.folder)!r}: cannot create a file there: {_reason(error)}"
+                f"disk={str(self.folder)!r}: cannot create a file there: {errno_text(error)}"
             ) from error
         try:
             self._allocate()
@@ -174,7 +174,7 @@ class DiskFile:
             room = os.statvfs(self.folder)
             raise TierError(
                 f"disk={str(self.folder)!r}: {self.nbytes} bytes asked, "
-                f"{room.f_bavail * room.f_frsize} bytes free: {_reason(error)}; "
+                f"{room.f_bavail * room.f_frsize} bytes free: {errno_text(error)}; "
                 f"free some space, choose another folder or a smaller disk_memory"
             ) from error
 
@@ -186,7 +186,7 @@ class DiskFile:
         try:
             self.files.set_direct(self._fd, True)
         except OSError as error:
-            self._warn(f"refuses direct I/O ({_reason(error)}): it goes through the page cache")
+            self._warn(f"refuses direct I/O ({errno_text(error)}): it goes through the page cache")
             return False
         return True
 
@@ -278,7 +278,9 @@ class DiskFile:
                 if error.errno == errno.EINVAL and direct:
                     self._give_up_direct(error)
                     continue
-                raise self._failed(verb, offset + moved, total - moved, _reason(error)) from error
+                raise self._failed(
+                    verb, offset + moved, total - moved, errno_text(error)
+                ) from error
             if not 0 <= count <= piece.nbytes:
                 raise self._failed(verb, offset + moved, piece.nbytes, f"{count} bytes reported")
             if verb == "read" and count == 0:
@@ -298,7 +300,7 @@ class DiskFile:
         try:
             self.files.drop_cache(self._fd, offset, nbytes, verb == "write")
         except OSError as error:
-            raise self._failed(verb, offset, nbytes, _reason(error)) from error
+            raise self._failed(verb, offset, nbytes, errno_text(error)) from error
 
     def _give_up_direct(self, error: OSError) -> None:
         """The file system took the flag but not the call: go on through the page cache."""
@@ -306,7 +308,7 @@ class DiskFile:
             if self.direct:
                 self.files.set_direct(self._fd, False)
                 self.direct = False
-                self._warn(f"refuses direct I/O ({_reason(error)}): it goes by the page cache")
+                self._warn(f"refuses direct I/O ({errno_text(error)}): it goes by the page cache")
 
     def _failed(self, verb: str, offset: int, nbytes: int, reason: str) -> TierError:
         return TierError(
@@ -337,7 +339,7 @@ def _blocks(offset: int, nbytes: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def _reason(error: OSError) -> str:
+def errno_text(error: OSError) -> str:
     """ "No space left on device (ENOSPC)": the system's words and the name to search for."""
     name = errno.errorcode.get(error.errno or 0, "?")
     return f"{error.strerror or error} ({name})"

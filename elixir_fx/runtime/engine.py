@@ -7,7 +7,7 @@ optimizer asks for homes, update units and ring memory. One engine a model, noth
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,6 +18,8 @@ from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Layout, Slice, align
 from elixir_fx.runtime.cache import GatherCache
 from elixir_fx.runtime.gradients import Entry, Reducer
+from elixir_fx.runtime.heap import give_back_pages
+from elixir_fx.runtime.mapped import MappedCache, MappedFile
 from elixir_fx.runtime.parameters import AwayParameter, ChunkGradient, away, settle
 from elixir_fx.runtime.recycler import Recycler
 from elixir_fx.runtime.store import Region, Store, TensorHome
@@ -49,7 +51,8 @@ class ParameterHome(TensorHome):
 class Engine:
     """Runtime of one compiled model.
 
-    `parameters` are the model's, by path. The store must have been made for `layout`.
+    `parameters` are the model's, by path. The store must have been made for `layout`. With a
+    `mapped` file parameters away from the device are tensors over it, not AwayParameters.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Engine:
         store: Store,
         parameters: Mapping[str, nn.Parameter],
         device: torch.device,
+        mapped: MappedFile | None = None,
     ) -> None:
         self.layout = layout
         self.store = store
@@ -69,11 +73,15 @@ class Engine:
         self.update_bytes = 0  # scratch memory of one update, and the states it may create
         self.state_bytes: Callable[[], int] = lambda: 0  # of ordinary optimizer states
         self.written: Callable[[], None] = lambda: None  # somebody wrote an away parameter
+        self.updating: Callable[[], None] = lambda: None  # a streamed update begins
         self._owned = dict(parameters)
         self._parameters = list(dict.fromkeys(parameters.values()))
         self._away: list[nn.Parameter] = []
         self._witness = self._find_witness(parameters)
         self._depth = 0
+        self._mapped = mapped
+        self._mapped_offsets: dict[int, int] = {}
+        self._mapped_bytes = 0
         self._regions: dict[int, Region] = {}
         self._gradient_regions: dict[int, Region] = {}
         self._state_regions: dict[tuple[int, str, torch.dtype], Region] = {}
@@ -82,9 +90,12 @@ class Engine:
         self._by_chunk: dict[int, list[Entry]] = {}
         for chunk in layout.chunks:
             self._enter(chunk, parameters)
-        self.cache = GatherCache(
-            store, {chunk.id: chunk for chunk in layout.chunks}, self._regions, layout.gather_bytes
-        )
+        chunks = {chunk.id: chunk for chunk in layout.chunks}
+        self.cache: GatherCache | MappedCache
+        if mapped is None:
+            self.cache = GatherCache(store, chunks, self._regions, layout.gather_bytes)
+        else:
+            self.cache = MappedCache(mapped, chunks, self._mapped_offsets, layout.gather_bytes)
         self.recycler = Recycler()
         self.take = self.recycler.take
         self.give = self.recycler.give
@@ -92,7 +103,10 @@ class Engine:
 
     def _enter(self, chunk: Chunk, parameters: Mapping[str, nn.Parameter]) -> None:
         homes = chunk.homes
-        if homes.parameters is not Tier.DEVICE:
+        if homes.parameters is not Tier.DEVICE and self._mapped is not None:
+            self._mapped_offsets[chunk.id] = self._mapped_bytes
+            self._mapped_bytes += align(chunk.nbytes)
+        elif homes.parameters is not Tier.DEVICE:
             self._regions[chunk.id] = self.store.allocate(homes.parameters, align(chunk.nbytes))
         if chunk.trainable and homes.gradients is not Tier.DEVICE:
             region = self.store.allocate(homes.gradients, align(chunk.nbytes))
@@ -159,6 +173,18 @@ class Engine:
             self.give_back()
             raise
 
+    def map_parameters(self) -> None:
+        """Make every parameter whose home is the mapped file a tensor over it."""
+        assert isinstance(self.cache, MappedCache)
+        for chunk in self._mapped_offsets:
+            flat = self.cache.flat(chunk)
+            for entry in self._by_chunk[chunk]:
+                piece = entry.piece
+                memory = flat[piece.offset : piece.offset + piece.span]
+                value = memory.as_strided(piece.shape, piece.strides)
+                entry.parameter.data = value.copy_(entry.parameter.data)
+            self.cache.drop(chunk)
+
     def give_back(self) -> None:
         """Make every parameter an ordinary tensor again, for good."""
         for parameter in self._away:
@@ -184,6 +210,11 @@ class Engine:
         """Device bytes that are always there: ordinary parameters and optimizer states,
         buffers, the arena."""
         ordinary = sum(p.nbytes for p in self._parameters if type(p) is not AwayParameter)
+        ordinary -= sum(
+            entry.parameter.nbytes
+            for chunk in self._mapped_offsets
+            for entry in self._by_chunk[chunk]
+        )
         return self.layout.arena_bytes + self.buffer_bytes + ordinary + self.state_bytes()
 
     def gradient_bytes(self) -> int:
@@ -250,7 +281,7 @@ class Engine:
         return [
             [self._owned[piece.path] for piece in unit]
             for chunk in self.layout.chunks
-            if chunk.trainable and not chunk.homes.on_device
+            if chunk.trainable and self._by_chunk[chunk.id][0].parameter in self.entries
             for unit in chunk.units(self.layout.update_numel)
         ]
 
@@ -281,11 +312,30 @@ class Engine:
         """Whether p.grad is the ChunkGradient of the parameter's own gradient home."""
         return self.reducer.is_home(self.entries[parameter])
 
+    def updated(self, parameters: Iterable[nn.Parameter]) -> None:
+        """An update has changed these, and nothing reads them for a while."""
+        if isinstance(self.cache, MappedCache):
+            for chunk in {self.entries[p].chunk.id for p in parameters}:
+                if chunk in self._mapped_offsets:
+                    self.cache.drop(chunk)
+
+    def rehome(self, layout: Layout) -> None:
+        """The plan is final: gradients and states that may stay on the device from now on. What
+        a home away holds of them stays in use until it is replaced."""
+        self.layout = layout
+        for chunk in layout.chunks:
+            for entry in self._by_chunk[chunk.id]:
+                entry.chunk = chunk
+            if chunk.homes.gradients is Tier.DEVICE and chunk.id in self._gradient_regions:
+                self.reducer.forget(chunk.id)
+        self._witness = self._find_witness(self._owned)
+
     @contextmanager
     def update_memory(self) -> Iterator[Tensor]:
         """The whole arena, for the optimizer to stream through."""
         with self.lock:
             started = time.perf_counter()
+            self.updating()
             self.reducer.drain()
             self.cache.clear()
             room = self.peak_bytes - self.constant_bytes() - self.gradient_bytes()
@@ -297,6 +347,8 @@ class Engine:
             finally:
                 self.store.drain()
                 self.cache.clear()
+                if self._mapped is not None:  # its pages are planned for the mapped ones
+                    give_back_pages(self.store.arena)
                 self.optimizer_s += time.perf_counter() - started
 
     # -- the end ---------------------------------------------------------------------------

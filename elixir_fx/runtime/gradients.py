@@ -19,7 +19,7 @@ from elixir_fx.plan import Chunk, Layout, Slice
 from elixir_fx.runtime.away import Source
 from elixir_fx.runtime.heap import give_back_pages
 from elixir_fx.runtime.hooks import Accumulation, accumulation, pass_by, run_hooks
-from elixir_fx.runtime.parameters import ChunkGradient
+from elixir_fx.runtime.parameters import ChunkGradient, pass_number
 from elixir_fx.runtime.store import Region, Store, TensorHome
 from elixir_fx.runtime.transfers import Ticket
 
@@ -76,7 +76,7 @@ class Reducer:
         layout: Layout,
         store: Store,
         chunks: Mapping[int, Sequence[Entry]],
-        regions: Mapping[int, Region],
+        regions: dict[int, Region],
     ) -> None:
         self._store = store
         self._chunks = chunks
@@ -90,6 +90,9 @@ class Reducer:
         self._previous: int | None = None
         self._follows: dict[int, int] = {}  # which chunk was reduced after which, last time
         self.undefined: frozenset[str] = frozenset()
+        self.shared: frozenset[str] = frozenset()  # other graphs add to these in the same pass
+        self._pass: int | None = None
+        self._fresh: set[str] = set()  # shared ones that had no gradient when the pass began
         self.reduced_bytes = 0
         self.waited_s = 0.0
 
@@ -111,7 +114,9 @@ class Reducer:
                 pass_by(entry.parameter)
                 continue
             wanted = accumulation(entry.parameter)
-            if wanted is Accumulation.CAPTURE:
+            if wanted is Accumulation.CAPTURE or (
+                wanted is Accumulation.ACCUMULATE and self._waits(entry)
+            ):
                 answers[position] = gradient
             elif wanted is Accumulation.ACCUMULATE:
                 hooked = run_hooks(entry.parameter, gradient)
@@ -124,6 +129,25 @@ class Reducer:
                 for entry, gradient, own in arrived:
                     _accumulate(entry.parameter, gradient, own)
         return answers  # autograd itself runs the post-accumulate hooks, at the pass's end
+
+    def _waits(self, entry: Entry) -> bool:
+        """Whether autograd must sum up a shared gradient first: eager adds the sum of all uses
+        to an old gradient, which is not the same as one use after the other."""
+        if entry.path not in self.shared:
+            return False
+        current = pass_number()
+        if current != self._pass:
+            self._pass = current
+            self._fresh.clear()
+        if entry.parameter.grad is None:
+            self._fresh.add(entry.path)
+        return entry.path not in self._fresh
+
+    def forget(self, chunk: int) -> None:
+        """The chunk's gradients are ordinary tensors from now on."""
+        self._regions.pop(chunk, None)
+        self._follows.clear()
+        self.start()
 
     def is_home(self, entry: Entry) -> bool:
         """Whether p.grad is the ChunkGradient of the parameter's own gradient home."""

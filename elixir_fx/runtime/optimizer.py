@@ -12,10 +12,10 @@ If that last, empty step is interrupted, the hidden gradients count as used: p.g
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ from elixir_fx.plan import align
 from elixir_fx.runtime.away import Home, Source, Ticket
 from elixir_fx.runtime.parameters import (
     AwayTensor,
-    attach_step_hooks,
     lend,
     recall,
     version,
@@ -62,6 +61,9 @@ class Engine(Protocol):
 
     def update_memory(self) -> AbstractContextManager[Tensor]:
         """The arena as bytes, for the time of an update."""
+
+    def updated(self, parameters: Sequence[nn.Parameter]) -> None:
+        """A unit has been updated."""
 
     def gradient_is_home(self, parameter: nn.Parameter) -> bool:
         """Whether p.grad is what the gradient's home holds."""
@@ -362,6 +364,7 @@ class Binding:
         for load in unit.loads:
             unit.tickets += [piece.home.put(piece.flat) for piece in load.pieces() if piece.writes]
             self.adopt(load.parameter)
+        self.engine.updated(unit.parameters)
 
     def _lend(self, load: _Load) -> None:
         parameter = load.parameter
@@ -471,3 +474,28 @@ def _ordinary(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_ordinary(item) for item in value)
     return value
+
+
+def attach_step_hooks(
+    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> Callable[[], None]:
+    """Run `before` as the last thing before each step of `optimizer`, `after` as the first
+    one after it, whenever the user registers hooks of their own: those see the gradients.
+    Returns what takes both off again."""
+    pre = optimizer.register_step_pre_hook(before)
+    post = optimizer.register_step_post_hook(after)
+    cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(post.id, last=False)
+
+    def register(hook: Callable[..., Any]) -> Any:
+        handle = type(optimizer).register_step_pre_hook(optimizer, hook)
+        cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(pre.id)
+        return handle
+
+    optimizer.register_step_pre_hook = register  # type: ignore[method-assign]
+
+    def remove() -> None:
+        pre.remove()
+        post.remove()
+        optimizer.__dict__.pop("register_step_pre_hook", None)
+
+    return remove

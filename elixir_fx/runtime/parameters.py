@@ -33,7 +33,6 @@ from typing import Any, NoReturn, Self, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, increment_version
-from torch.optim import Optimizer
 
 from elixir_fx.errors import ElixirError
 from elixir_fx.runtime.away import Home, Source, found, one_at_a_time, replaced
@@ -551,6 +550,11 @@ def executes(node: Node) -> bool | None:
         return None
 
 
+def pass_number() -> int:
+    """Which backward pass is under way on this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
 def tensor_hooks(parameter: nn.Parameter) -> dict[int, Any]:
     """The hooks of `parameter.register_hook`, live, by the key of their handle."""
     return parameter._backward_hooks or {}
@@ -573,28 +577,3 @@ def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place."""
     return tensor._version
-
-
-def attach_step_hooks(
-    optimizer: Optimizer, before: Callable[..., Any], after: Callable[..., Any]
-) -> Callable[[], None]:
-    """Run `before` as the last thing before each step of `optimizer`, `after` as the first
-    one after it, whenever the user registers hooks of their own: those see the gradients.
-    Returns what takes both off again."""
-    pre = optimizer.register_step_pre_hook(before)
-    post = optimizer.register_step_post_hook(after)
-    cast(Any, optimizer._optimizer_step_post_hooks).move_to_end(post.id, last=False)
-
-    def register(hook: Callable[..., Any]) -> Any:
-        handle = type(optimizer).register_step_pre_hook(optimizer, hook)
-        cast(Any, optimizer._optimizer_step_pre_hooks).move_to_end(pre.id)
-        return handle
-
-    optimizer.register_step_pre_hook = register  # type: ignore[method-assign]
-
-    def remove() -> None:
-        pre.remove()
-        post.remove()
-        optimizer.__dict__.pop("register_step_pre_hook", None)
-
-    return remove

@@ -60,10 +60,12 @@ class Stats:
         self._mark()
 
     @contextmanager
-    def half(self, run: object, saved: list[Tensor], spare_bytes: int) -> Iterator[None]:
+    def half(
+        self, run: object, saved: list[Tensor], spare_bytes: int, held_bytes: int
+    ) -> Iterator[None]:
         """Around one half of a step. `run` names it and the sizes of its inputs; `saved` are the
         forward's values that the backward takes and is emptied; `spare_bytes` may be used
-        beyond the budget, by outputs."""
+        beyond the budget, by outputs; `held_bytes` are other graphs' activations."""
         engine = self._engine
         assert engine is not None
         started = time.perf_counter()
@@ -72,7 +74,7 @@ class Stats:
             saved.clear()
             yield
         else:
-            held = engine.gradient_bytes()
+            held = engine.gradient_bytes() + held_bytes
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)

@@ -1,0 +1,189 @@
+"""compile()'s session: a whole model whose calls go through one guarded step.
+
+The first call captures and plans without running, then moves the weights to their homes,
+outside of any tracing; only then does the step run. Later calls go straight through the
+guards; a new graph is lowered onto the same layout.
+"""
+
+import gc
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from elixir_fx.capture import Capture, Captured, ForwardError, Lowered, ordinary_inputs, pretend_on
+from elixir_fx.config import Options, limits
+from elixir_fx.errors import CaptureError, ElixirError
+from elixir_fx.facts import Facts
+from elixir_fx.plan import Plan
+from elixir_fx.runtime.disk import Files
+from elixir_fx.runtime.heap import bound_heap, relax_heap
+from elixir_fx.runtime.materialize import is_meta, materialize
+from elixir_fx.runtime.probe import probe
+from elixir_fx.runtime.tracing import plain
+from elixir_fx.session import Session, trained
+from elixir_fx.step import StepGraph
+
+
+class _Captured(BaseException):
+    """Stops a call between its capture and its first operation. Never leaves this file."""
+
+
+class GuardedSession(Session):
+    """What an ElixirModule holds."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | str | None,
+        options: Options,
+        files: Files | None = None,
+    ) -> None:
+        super().__init__(model, optimizer, options, files)
+        self.model: nn.Module = model
+        self._facts: Facts | None = None  # of the first captured step, if they are asked for
+        self._wants_facts = False
+        self._full = False
+        self._dry = False
+        self._stacks = threading.local()
+        self._capture = Capture(model, self)
+
+    # -- a call ----------------------------------------------------------------------------
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model on these inputs through its captured step."""
+        if self._full:
+            raise ElixirError("the compiled model cannot be called inside full_parameters()")
+        try:
+            if self.engine is None and not self.prepare(args, kwargs):
+                return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
+            return self._guarded(args, kwargs)
+        except ForwardError:
+            if is_meta(self.model):
+                raise
+        with torch.no_grad():
+            self.model(*args, **kwargs)  # raises what the model raises, in its own words
+        raise CaptureError(
+            f"{type(self.model).__name__} raised while it was captured and does not when it runs: "
+            "its forward depends on more than its inputs"
+        )
+
+    def _guarded(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        assert self.engine is not None
+        with ExitStack() as stack:
+            stack.enter_context(plain(self.engine.entries))
+            stacks = self._stacks.__dict__.setdefault("stacks", [])
+            stacks.append(stack)
+            try:
+                return self._capture(*args, **kwargs)
+            finally:
+                stacks.pop()
+
+    def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
+        """ElixirError if a parameter is another object than the one whose home the step reads,
+        PlanError for inputs larger than there is memory for."""
+        if self._dry:
+            raise _Captured
+        super().enter(captured, inputs)
+        self._stacks.stacks[-1].close()
+
+    # -- capture and start-up --------------------------------------------------------------
+
+    def prepare(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Capture, plan and move the weights for these inputs, running nothing.
+
+        The layout is made from the training graph wherever something requires grad. False
+        where the call has no tensor operation to plan. Errors leave the model as it was.
+        """
+        # What is made here outlives an inference mode that the caller may be in.
+        with self.progress, torch.inference_mode(False):
+            if not self._capture_only(args, kwargs):
+                return False
+            self._settle()
+        if self._optimizer is not None:
+            try:
+                self.bind(self._optimizer)
+            except ElixirError:
+                assert self.engine is not None
+                self.engine.give_back()
+                self.engine = None
+                raise
+        return True
+
+    def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
+        """The plan for these inputs; the model is left as it is."""
+        with self.progress:
+            self._capture_only(args, kwargs)
+        return self.plan
+
+    def facts_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
+        """The facts of the step for these inputs, whatever the budgets."""
+        self.lowering.limits = replace(self.lowering.limits, device=sys.maxsize)
+        self._wants_facts = True
+        self.plan_only(args, kwargs)
+        self.lowering.limits = limits(self.options, self.machine)
+        if self._facts is None:
+            raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
+        return self._facts
+
+    def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Capture and plan with gradients on wherever something requires them."""
+        trains = any(parameter.requires_grad for parameter in self.model.parameters())
+        if trains and self.lowering.optimizer is None:
+            self.lowering.optimizer = probe("adamw", trained(self.model))  # one may be bound later
+        self.progress(f"capturing {type(self.model).__name__}")
+        if self.machine.unified and (self.options.memory is not None or is_meta(self.model)):
+            bound_heap()  # before the first large tensor: what a heap has grown to it keeps
+        self._dry = True
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(trains),
+                pretend_on(self.model, self.device),
+            ):
+                args, kwargs = ordinary_inputs((args, dict(kwargs)))
+                self._capture(*args, **kwargs)
+        except _Captured:
+            return True
+        finally:
+            self._dry = False
+        return False
+
+    def _settle(self) -> None:
+        """Make the engine and move every parameter to its home."""
+        engine = self.make_engine()
+        if self.machine.unified:
+            gc.collect()  # capturing leaves cycles behind
+            relax_heap() if engine.layout.keeps_all else bound_heap()
+        self.progress("moving weights to their homes")
+        if is_meta(self.model):
+            materialize(
+                self.model,
+                lambda path, parameter, value: engine.move_home(parameter, value),
+                init=self.options.init,
+                weights=self.options.weights,
+                device=self.device,
+            )
+        engine.move_all_home()
+        self.start(engine)
+
+    @contextmanager
+    def full(self, writeback: bool) -> Iterator[None]:
+        """Every parameter an ordinary tensor for a while."""
+        self._full = True
+        try:
+            with self.engine.full(writeback) if self.engine is not None else nullcontext():
+                yield
+        finally:
+            self._full = False
+
+    def lower(self, step: StepGraph) -> Lowered:
+        lowered = super().lower(step)
+        if self._wants_facts and self._facts is None:
+            self._facts = self.lowering.latest
+        return lowered

@@ -1,0 +1,216 @@
+"""The session of the torch.compile backend: regions of a model that arrive one at a time.
+
+Dynamo hands over a region when it first runs, between pieces of ordinary Python. Every
+parameter therefore stays an ordinary tensor, on the device or over a mapped file; gradients,
+optimizer states and activations leave. The first region settles the chunks of the whole
+model (`planner.arrivals`); the plan is final at the first optimizer step, when every region
+has come. The session hangs on the parameters themselves, in no table.
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from elixir_fx.capture import Captured, Lowered, compile_graph, guard_identity, sees_module_hooks
+from elixir_fx.codegen import keeps_graph
+from elixir_fx.config import Options
+from elixir_fx.facts import Facts, Role
+from elixir_fx.machine import Tier
+from elixir_fx.planner import arrivals
+from elixir_fx.runtime.heap import bound_heap, relax_heap
+from elixir_fx.runtime.probe import probe
+from elixir_fx.session import Session, trained, weakly
+from elixir_fx.step import StepGraph
+
+_ATTRIBUTE = "elixir_fx_session"  # of a parameter
+
+
+class _Pending:
+    """A forward whose backward has not run: what it saved is in memory."""
+
+    def __init__(self, key: str, nbytes: int) -> None:
+        self.key = key
+        self.nbytes = nbytes
+
+
+class _Tag:
+    """How a parameter holds its session; a copy of the parameter has none."""
+
+    def __init__(self, session: "RegionSession | None" = None) -> None:
+        self.session = session
+
+    def __deepcopy__(self, memo: Any) -> "_Tag":
+        return _Tag()
+
+    def __reduce__(self) -> Any:
+        return _Tag, ()
+
+
+class RegionSession(Session):
+    """Everything that the regions of one model share."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
+    ) -> None:
+        super().__init__(model, optimizer, options)
+        self.regions: dict[str, Facts] = {}  # by key, in the order of their arrival
+        self.forwards: list[fx.GraphModule] = []
+        self._settled = False
+        self._pending: weakref.WeakSet[_Pending] = weakref.WeakSet()
+        self._held: dict[str, int] = {}  # most bytes that others held while a region ran
+        self._hooks = _module_hooks(model)
+        self._warned_of_hooks = False
+        self.lowering.make_plan = arrivals.first
+        self.lowering.held_bytes = self.held_bytes
+        self.lowering.pinned = {
+            path: Tier.DEVICE
+            for path, parameter in model.named_parameters()
+            if not self._may_be_mapped(parameter)
+        }
+        if self.lowering.optimizer is None and any(p.requires_grad for p in model.parameters()):
+            self.lowering.optimizer = probe("adamw", trained(model))  # one may be bound later
+        for parameter in model.parameters():
+            parameter.__dict__[_ATTRIBUTE] = _Tag(self)
+
+    def _may_be_mapped(self, parameter: nn.Parameter) -> bool:
+        return (
+            self.machine.unified
+            and self.options.disk is not None
+            and type(parameter) is nn.Parameter
+        )
+
+    def compile(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """One region, as Dynamo calls it, for these very parameters."""
+        guard_identity(region)
+        return compile_graph(weakref.ref(self), region, inputs, otherwise=region)
+
+    def held_bytes(self) -> int:
+        return sum(pending.nbytes for pending in self._pending)
+
+    # -- the owner of captured graphs --------------------------------------------------------
+
+    def lower(self, step: StepGraph) -> Lowered:
+        lowered = super().lower(step)
+        assert self.lowering.latest is not None
+        self.regions[step.key] = self.lowering.latest
+        self.forwards.append(lowered.halves.forward)
+        if self._settled:
+            self._settled = False  # a region more, such as another shape: counted from now on
+        return lowered
+
+    def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
+        if self.engine is None and self.plan is not None:
+            self._make_engine()
+        self._check_hooks()
+        super().enter(captured, inputs)
+        self._held[captured.key] = max(self._held.get(captured.key, 0), self.held_bytes())
+        self._local.entered = captured.key
+
+    def leave(self, results: Any, tangents: Sequence[int | None]) -> None:
+        super().leave(results, tangents)
+        node = next((r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn), None)
+        facts = self.regions.get(self._local.entered)
+        if node is None or facts is None:
+            return
+        saved = sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION)
+        pending = _Pending(facts.key, saved)
+        self._pending.add(pending)
+        session = weakref.ref(self)
+
+        def before_backward(gradients: object) -> None:
+            alive = session()
+            if alive is not None:
+                alive._local.pending = pending
+
+        node.register_prehook(before_backward)
+
+    def begin_backward(self) -> None:
+        """Gradients of a parameter that another region's backward will add to as well go
+        through autograd, which sums them in eager's order before they are accumulated."""
+        pending = self._local.__dict__.pop("pending", None)
+        if pending is None or self.engine is None:
+            return
+        own = self._trained_by(pending.key)
+        others = {other.key for other in self._pending} - {pending.key}
+        shared = [own & self._trained_by(key) for key in others]
+        self.engine.reducer.shared = frozenset().union(*shared)
+        if not keeps_graph():
+            self._pending.discard(pending)
+
+    def _trained_by(self, key: str) -> frozenset[str]:
+        facts = self.regions.get(key)
+        if facts is None:
+            return frozenset()
+        return frozenset(p.path for p in facts.parameters if p.gradient is not None)
+
+    def _check_hooks(self) -> None:
+        """Dynamo does not look at hooks of modules once it has traced them."""
+        if self._warned_of_hooks or sees_module_hooks():
+            return
+        if _module_hooks(self.model) != self._hooks:
+            self._warned_of_hooks = True
+            warnings.warn(
+                f"elixir_fx: the hooks of {self.title}'s modules have changed since it was "
+                "compiled, and torch.compile does not see that. Set "
+                "torch._dynamo.config.skip_nnmodule_hook_guards = False before the first call, "
+                "or use hooks of parameters and tensors",
+                stacklevel=2,
+            )
+
+    # -- start-up and the end of the first step ----------------------------------------------
+
+    def _make_engine(self) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            engine = self.make_engine()
+            if self.machine.unified:
+                gc.collect()
+                relax_heap() if engine.layout.keeps_all else bound_heap()
+            if engine.layout.mapped_bytes:
+                engine.map_parameters()
+        engine.updating = weakly(self._settle)
+        self.start(engine)
+        if self._optimizer is not None:
+            self.bind(self._optimizer)
+        elif not engine.layout.keeps_all and any(p.requires_grad for p in self.model.parameters()):
+            warnings.warn(
+                "elixir_fx: no optimizer was given in the backend's options, so that the states "
+                "of any stay in memory: options={'optimizer': optimizer}",
+                stacklevel=2,
+            )
+
+    def _settle(self) -> None:
+        """The first streamed update begins: all regions have come, the plan becomes final."""
+        if self._settled or self.engine is None or self.plan is None:
+            return
+        self._settled = True
+        regions = [
+            arrivals.Region(facts=facts, held_bytes=self._held.get(key, 0))
+            for key, facts in self.regions.items()
+        ]
+        self.lowering.plan = arrivals.settle(self.plan, regions, self.machine)
+        self.engine.rehome(self.lowering.plan.layout)
+
+
+def session_of(parameters: Sequence[Tensor]) -> RegionSession | None:
+    """The session that hangs on any of these parameters."""
+    for parameter in parameters:
+        tag = parameter.__dict__.get(_ATTRIBUTE)
+        if isinstance(tag, _Tag) and tag.session is not None:
+            return tag.session
+    return None
+
+
+def _module_hooks(model: nn.Module) -> tuple[int, ...]:
+    """How many hooks of each kind the model's modules have."""
+    counts = [0, 0, 0, 0]
+    for module in model.modules():
+        counts[0] += len(module._forward_hooks)
+        counts[1] += len(module._forward_pre_hooks)
+        counts[2] += len(module._backward_hooks)
+        counts[3] += len(module._backward_pre_hooks)
+    return tuple(counts)

@@ -1,0 +1,82 @@
+"""Real models of tests/zoo.py train under a tight budget with a disk, through both entry points,
+and equal plain PyTorch bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Batch
+from pairs import Entry, Pair, memory_needed
+from zoo import ZOO
+
+import elixir_fx
+from elixir_fx import CaptureError
+from elixir_fx.units import MIB
+
+THREADS = 1
+
+# What compile() refuses, as its forward is not one graph, and words of the error.
+REFUSED = {
+    "gpt2": r"modeling_utils.py:\d+: logging.Logger method not supported",
+    "mixtral_balanced": r"output_capturing.py:\d+: Unsupported context manager",
+}
+# A budget for the backend where no capture can say how much is needed.
+ENOUGH = {"gpt2": 16 * MIB, "mixtral_balanced": 16 * MIB}
+
+BACKEND = pytest.mark.skipif(
+    "elixir_fx" not in torch._dynamo.list_backends(exclude_tags=None),
+    reason="the backend is not registered: pip install -e .",
+)
+CALLS = [
+    *(pytest.param(name, "compile") for name in ZOO if name not in REFUSED),
+    *(pytest.param(name, "backend", marks=BACKEND) for name in ZOO),
+]
+
+
+def import_packages(name: str) -> None:
+    for package in ZOO[name].packages:
+        pytest.importorskip(package)
+
+
+def budget(name: str, entry: Entry, batch: Batch) -> int:
+    """The smallest for compile(); the backend's graphs may be several, and get twice that."""
+    if name in REFUSED:
+        return ENOUGH[name]
+    smallest = memory_needed(ZOO[name].build(), batch)
+    return smallest if entry == "compile" else 2 * smallest
+
+
+def disk_read_bytes(pair: Pair, entry: Entry) -> float:
+    """What the last whole step of ours read from the disk."""
+    if entry == "compile":
+        return pair.ours.net.stats()["disk_read_bytes"]
+    from elixir_fx.backend import state
+
+    return state(pair.ours.model).stats()["disk_read_bytes"]
+
+
+@pytest.mark.parametrize(("name", "entry"), CALLS)
+def test_three_steps(name: str, entry: Entry, tmp_path: Path) -> None:
+    """Losses, and after each update, before its gradients go, all that training changes."""
+    import_packages(name)
+    model = ZOO[name]
+    batches = model.batches(2)
+    options = {"memory": budget(name, entry, batches[0]), "disk": str(tmp_path)}
+    pair = Pair(model.build, batches, options, entry=entry)
+    for _ in range(3):
+        pair.backward()
+        pair.do(lambda side: side.optimizer.step())
+        read_bytes = disk_read_bytes(pair, entry)  # before the comparison reads more
+        pair.check()
+        pair.do(lambda side: side.optimizer.zero_grad())
+    assert read_bytes > 0
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_one_graph_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
+    import_packages(name)
+    model = ZOO[name]
+    compiled = elixir_fx.compile(model.build(), memory="1GiB", disk=str(tmp_path))
+    (batch,) = model.batches(1)
+    with pytest.raises(CaptureError, match=REFUSED[name]):
+        compiled(**batch)
