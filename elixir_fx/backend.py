@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from elixir_fx.capture import named_parameters_of, refused
 from elixir_fx.config import Options, read_options
+from elixir_fx.dynamo import named_parameters_of, refused
 from elixir_fx.errors import ElixirError
 from elixir_fx.plan import Plan
 from elixir_fx.regions import RegionSession, session_of

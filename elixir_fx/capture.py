@@ -15,9 +15,6 @@ order, tags joint nodes with their phase and describes tangents by the output th
 """
 
 import builtins
-import logging
-import os
-import re
 import types
 import uuid
 import weakref
@@ -31,20 +28,14 @@ import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    ShortenTraceback,
-    TorchDynamoException,
-    TorchRuntimeError,
-)
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import ChainedSource, GlobalSource  # type: ignore[attr-defined]
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elixir_fx.codegen import Halves
+from elixir_fx.dynamo import capture_error, data_dependent_error, loggers, refused
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
 from elixir_fx.step import STEP_NAME, Input, StepGraph, mark, span
@@ -103,21 +94,6 @@ class _Stale(BaseException):
     """A parameter was frozen or thawed, which torch 2.11 does not guard. Never leaves this file."""
 
 
-class _Refusal(ShortenTraceback):
-    """Brings an ElixirError out of Dynamo as it is, from a backend that it called."""
-
-    def __init__(self, error: ElixirError) -> None:
-        super().__init__(str(error), first_useful_frame=None)
-        self.error = error
-
-    def remove_dynamo_frames(self) -> BaseException:  # type: ignore[override]
-        return self.error.with_traceback(None)
-
-
-class ForwardError(CaptureError):
-    """The model's own forward raised while it was captured; run it to see what."""
-
-
 class Capture:
     """The guarded call of one model, all of it in one graph.
 
@@ -150,7 +126,7 @@ class Capture:
             self._forget()
         try:
             with torch._dynamo.config.patch(
-                ignore_logging_functions=_logging(),
+                ignore_logging_functions=loggers(),
                 skip_nnmodule_hook_guards=False,
                 specialize_float=True,
                 recompile_limit=GRAPHS + 2,
@@ -171,15 +147,6 @@ class Capture:
         """Drop every captured graph."""
         reset_code(self._code)
         self.graphs = 0
-
-
-def _logging() -> set[Any]:
-    """Methods of loggers that a capture may skip: what they print is no part of a step.
-    Libraries add their own, `warning_once`, to the class when they are imported."""
-    names = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
-    methods = vars(logging.Logger).items()
-    found = {method for name, method in methods if name.removesuffix("_once") in names}
-    return found | set(torch._dynamo.config.ignore_logging_functions)
 
 
 def _counted(capture: Capture, owner: Owner) -> Callable[..., Any]:
@@ -228,54 +195,6 @@ def compile_graph(
     except ElixirError as error:
         raise refused(error) from None
     return compilation.guarded(compiled, otherwise)
-
-
-def refused(error: ElixirError) -> BaseException:
-    """What a backend raises so that `error` reaches the user as it is."""
-    return _Refusal(error)
-
-
-def guard_identity(module: fx.GraphModule) -> None:
-    """Let Dynamo use this graph, which it is compiling, for these very parameters only. Of its
-    own accord it would use it for every module of the same class and shapes."""
-    for node in module.graph.nodes:
-        source = _source(node)
-        if source is None or not _is_parameter(node):
-            continue
-        while isinstance(source, ChainedSource) and not isinstance(source.base, GlobalSource):
-            source = source.base
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-
-
-def named_parameters_of(
-    module: fx.GraphModule, inputs: Sequence[Any]
-) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters among the inputs of Dynamo's graph, by their path in the module whose
-    forward it traced."""
-    nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    for node, given in zip(nodes, inputs, strict=True):
-        if isinstance(given, nn.Parameter):
-            steps = re.findall(r"_(?:modules|parameters)\['(.*?)'\]", _source_name(node))
-            yield ".".join(steps) or node.name, given
-
-
-def sees_module_hooks() -> bool:
-    """Whether Dynamo's guards look at the hooks of modules."""
-    return not torch._dynamo.config.skip_nnmodule_hook_guards
-
-
-def _source(node: fx.Node) -> Any:
-    """Where Dynamo got a graph's input from."""
-    return getattr(node.meta.get("grapharg"), "source", None) if node.op == "placeholder" else None
-
-
-def _source_name(node: fx.Node) -> str:
-    name = getattr(_source(node), "name", "")
-    return str(name() if callable(name) else name)  # a method before torch 2.12
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), nn.Parameter)
 
 
 def _alive(owner: "weakref.ref[Owner]") -> Owner:
@@ -554,58 +473,3 @@ def ordinary_inputs(inputs: Any) -> Any:
         return value
 
     return pytree.tree_map(ordinary, inputs)
-
-
-def _where(error: Exception) -> str:
-    """The user's line that Dynamo was at."""
-    stack = list(getattr(error, "real_stack", None) or ())
-    own = [frame for frame in stack if not _is_internal(frame.filename)]
-    frame = (own or stack or [None])[-1]
-    return f"{frame.filename}:{frame.lineno}" if frame else "unknown line"
-
-
-def data_dependent_error(model: nn.Module, error: GuardOnDataDependentSymNode) -> CaptureError:
-    """A branch or size that depends on the value of a tensor, in the user's words."""
-    where = _where(error)
-    return CaptureError(
-        f"{type(model).__name__} cannot be captured as one graph, at {where}: what it does depends "
-        "on the value of a tensor. Change that line, or use torch.compile(model, "
-        "backend='elixir_fx'), which allows graph breaks"
-    )
-
-
-# How Dynamo begins when the code that it follows raises, or is called as it cannot be.
-_RAISED = ("Observed exception", "failed to bind arguments")
-_TORCH = os.path.dirname(torch.__file__)
-
-
-def _is_internal(file: str) -> bool:
-    """Whether a source file is torch's or this one, rather than the user's."""
-    return file.startswith(_TORCH) or file == __file__
-
-
-def capture_error(model: nn.Module, error: TorchDynamoException) -> CaptureError:
-    """Dynamo's refusal in the user's words: what, where, and what to do instead."""
-    where = _where(error)
-    reason = str(error).strip().splitlines()
-    first = next((line.strip() for line in reason if line.strip()), type(error).__name__)
-    explanation = next(
-        (line.strip() for line in reason if line.strip().startswith("Explanation:")), ""
-    )
-    hooked = [
-        path or type(model).__name__
-        for path, module in model.named_modules()
-        if module._backward_hooks or module._backward_pre_hooks
-    ]
-    if hooked and "hook" in first:
-        return CaptureError(
-            f"{', '.join(hooked)} has a backward hook of the module, which a captured step cannot "
-            "run: use a hook on the parameter, or on a tensor in forward, or remove it"
-        )
-    raised = isinstance(error, TorchRuntimeError) or any(words in first for words in _RAISED)
-    kind = ForwardError if raised else CaptureError
-    return kind(
-        f"{type(model).__name__} cannot be captured as one graph, at {where}: {first}. "
-        f"{explanation} Change that line, or use torch.compile(model, backend='elixir_fx'), "
-        "which allows graph breaks"
-    )

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from elixir_fx.capture import Capture, Captured, ForwardError, Lowered, ordinary_inputs, pretend_on
+from elixir_fx.capture import Capture, Captured, Lowered, ordinary_inputs, pretend_on
 from elixir_fx.config import Options, limits
+from elixir_fx.dynamo import ForwardError
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Plan

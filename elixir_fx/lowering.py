@@ -6,7 +6,7 @@ every later graph gets a schedule for that layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from elixir_fx.facts import Facts, OptimizerFacts, Parameter, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
-from elixir_fx.plan import Limits, Plan
+from elixir_fx.plan import Limits, Plan, Schedule
 from elixir_fx.planner import Formulas, Values, at, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
@@ -74,7 +74,7 @@ class Lowering:
         known = {entry.key: entry for entry in self.plan.schedules}
         if step.key not in known:
             _check_belongs(self.plan, step.parameters)
-            made = schedule(step.facts(), self.machine, self.room(), self.plan.layout)
+            made = self.schedule(step.facts())
             self.plan = self.plan.with_schedule(made)
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
@@ -94,15 +94,17 @@ class Lowering:
         if known is None:
             assert self.plan is not None
             facts = at(*self.dynamic[key], values)
-            made = schedule(facts, self.machine, self.room(), self.plan.layout)
+            made = self.schedule(facts)
             self.plan = self.plan.with_schedule(made)
             known = sum(s.nbytes for s in facts.storages if s.role is Role.OUTPUT)
             remember(self.admitted, (key, values), known, SIZES)
         return known
 
-    def room(self) -> Limits:
-        """The limits, less what other graphs of the model hold."""
-        return replace(self.limits, device=max(0, self.limits.device - self.held_bytes()))
+    def schedule(self, facts: Facts) -> Schedule:
+        """When the chunks move in a graph. PlanError if it does not fit."""
+        assert self.plan is not None
+        held = self.held_bytes()
+        return schedule(facts, self.machine, self.limits, self.plan.layout, held)
 
     def first_plan(self, step: StepGraph) -> Plan:
         """Search for a plan; operators are timed only where something has to move."""

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from elixir_fx.capture import Captured, Lowered, compile_graph, guard_identity, sees_module_hooks
+from elixir_fx.capture import Captured, Lowered, compile_graph
 from elixir_fx.codegen import keeps_graph
 from elixir_fx.config import Options
+from elixir_fx.dynamo import guard_identity, sees_module_hooks
 from elixir_fx.facts import Facts, Role
 from elixir_fx.machine import Tier
 from elixir_fx.planner import arrivals

@@ -25,7 +25,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "report": ("report",),
     },
     {"passes": ("passes",), "verify": ("verify", "verify_memory"), "recycling": ("recycling",)},
-    {"pipeline": ("pipeline",), "split": ("capture", "codegen")},
+    {"pipeline": ("pipeline",), "split": ("capture", "codegen", "dynamo")},
     {"options": ("config",)},
     {"lowering": ("lowering",)},
     {"session": ("session",)},
@@ -45,7 +45,7 @@ CLOSED = {
     "pipeline": {"runtime": "it runs passes", "planner": "it is given a plan"},
 }
 # Files that may use underscored names of torch; each says on which versions it was tried.
-UNDERSCORES = {"capture.py", "codegen.py", "runtime/parameters.py", "runtime/meter.py"}
+UNDERSCORES = {"capture.py", "dynamo.py", "codegen.py", "runtime/parameters.py", "runtime/meter.py"}
 
 
 @cache

@@ -56,11 +56,12 @@ def first(facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, Tie
 def settle(plan: Plan, regions: Sequence[Region], machine: Machine) -> Plan:
     """The final plan, once `regions` are all of the step's."""
     limits, layout = plan.limits, plan.layout
-    peaks = [
-        schedule(region.facts, machine, limits, layout).forecast.peak_device_bytes
-        + region.held_bytes
-        for region in regions
-    ]
+    peaks = []
+    for region in regions:
+        footprint = Footprint(region.facts, layout.chunks)
+        constant = footprint.constant([chunk.homes for chunk in layout.chunks])
+        update = constant + layout.arena_bytes + footprint.layout_update_bytes(layout)
+        peaks.append(max(footprint.running_peak(layout) + region.held_bytes, update))
     room = limits.device - max(peaks, default=limits.device)
     optimizer_facts = [region.facts for region in regions if region.facts.trains]
     if layout.keeps_all or not optimizer_facts:

@@ -198,6 +198,12 @@ class Footprint:
             total += sum(ordinary.values()) - away(homes_of_one, ordinary)
         return total
 
+    def running_peak(self, layout: Layout) -> int:
+        """Device bytes of a layout at the peak of forward and backward."""
+        live = self.live_kept if layout.keeps_all else self.live
+        constant = self.constant([chunk.homes for chunk in layout.chunks])
+        return constant + layout.arena_bytes + int(live.max(initial=0))
+
     def update_bytes(self, states_away: Container[int], update_numel: int) -> int:
         """Device bytes that a streamed update needs beside constant and arena: scratch of one
         unit and, on the first step, its new states before they leave."""

@@ -70,9 +70,12 @@ def smallest(
     return space.smallest()
 
 
-def schedule(facts: Facts, machine: Machine, limits: Limits, layout: Layout) -> Schedule:
+def schedule(
+    facts: Facts, machine: Machine, limits: Limits, layout: Layout, held_bytes: int = 0
+) -> Schedule:
     """When chunks of an existing layout move in another captured graph.
 
+    `held_bytes` are activations of other graphs that are there while it runs.
     PlanError if the graph reads parameters that the layout does not have, or does not fit.
     """
     known = {piece.path for chunk in layout.chunks for piece in chunk.slices}
@@ -95,8 +98,10 @@ def schedule(facts: Facts, machine: Machine, limits: Limits, layout: Layout) -> 
             )
         stays = found
     made = make_schedule(player, limits, layout, stays)
-    if made.forecast.peak_device_bytes > limits.device:
-        raise PlanError(_too_large(made, machine, limits))
+    running = player.footprint.running_peak(layout) + held_bytes
+    peak = max(made.forecast.peak_device_bytes, running)
+    if peak > limits.device:
+        raise PlanError(_too_large(made, machine, limits, peak))
     return made
 
 
@@ -215,9 +220,8 @@ def _changes(choice: Choice) -> Iterator[Choice]:
         yield replace(choice, arena_bytes=int(choice.arena_bytes * factor), fill=True)
 
 
-def _too_large(made: Schedule, machine: Machine, limits: Limits) -> str:
+def _too_large(made: Schedule, machine: Machine, limits: Limits, peak: int) -> str:
     largest = ", ".join(f"{what} {sizes(size)}" for what, size in made.forecast.largest[:3])
-    peak = made.forecast.peak_device_bytes
     return (
         f"This graph needs {sizes(peak)} on {machine.device} with the plan's layout; "
         f"{sizes(limits.device)} are allowed. Largest: {largest}. "
