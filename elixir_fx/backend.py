@@ -4,6 +4,7 @@ Registered through the entry point group torch_dynamo_backends. Dynamo calls `el
 one region after the other; those of one model meet in a session that hangs on its parameters.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,14 +28,15 @@ def elixir_fx(
     region: fx.GraphModule,
     inputs: Sequence[Any],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: dict[str, Any] | None = None,
     **unknown: Any,
 ) -> Callable[..., Any]:
     """The backend: what torch.compile calls with each region that it captured.
 
     `options` are those of `elixir_fx.compile()`, and `model` and `optimizer`. With the model (or
     else the optimizer's parameters) memory is reserved for the regions still to come;
-    without either there is no budget to share, and `memory` and `disk` are refused.
+    without either there is no budget to share, and `memory` and `disk` are refused. Dynamo keeps
+    the options of every backend for good: model and optimizer become weak references in them.
 
     Raises ElixirError for an option that it does not know, PlanError if no plan fits.
     """
@@ -43,10 +45,24 @@ def elixir_fx(
             ElixirError(f"backend='elixir_fx' takes options={{...}}, not {sorted(unknown)}")
         )
     try:
-        session = _session(region, inputs, dict(options or {}))
+        session = _session(region, inputs, _taken({} if options is None else options))
     except ElixirError as error:
         raise refused(error) from None
     return session.compile(region, inputs)
+
+
+def _taken(options: dict[str, Any]) -> dict[str, Any]:
+    """The options' values; weak references are left in the place of model and optimizer."""
+    values = dict(options)
+    for name in OF_BACKEND:
+        value = values.get(name)
+        if isinstance(value, weakref.ref):
+            values[name] = value()
+            if values[name] is None:
+                raise ElixirError(f"options[{name!r}] was deleted")
+        elif isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            options[name] = weakref.ref(value)
+    return values
 
 
 def _session(

@@ -9,10 +9,10 @@ that activations die when they are used.
 Uses underscored torch names; tried on torch 2.11 and 2.13.
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +59,9 @@ class Runtime(Protocol):
         dtype: torch.dtype,
     ) -> Tensor: ...
     def give(self, value: Tensor) -> None: ...
+
+
+Executable = Callable[[Runtime, list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +165,8 @@ def is_activation(placeholder: fx.Node) -> bool:
     return bool(placeholder.meta.get(SAVED))
 
 
-def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
-    """The half as a boxed function, its elixir nodes bound to `runtime`."""
+def executable(half: fx.GraphModule) -> Executable:
+    """The half as a function of a runtime, which its elixir nodes call, and one list."""
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
     owner: fx.Node | None = None
@@ -189,20 +192,18 @@ def executable(half: fx.GraphModule, runtime: Runtime) -> Boxed:
         for node in graph.nodes
         if node.op in ("get_attr", "call_module") and node is not owner
     }
-    # Only the function is kept: it reads runtime and constants off an object that is as
-    # small as that, and the graph it was made from can go.
-    module = fx.GraphModule({**constants, "runtime": runtime}, graph)
-    holder = _Holder()
-    holder.runtime = runtime
-    for name in {str(target).split(".")[0] for target in constants}:
-        setattr(holder, name, getattr(module, name))
-    return functools.partial(type(module).forward, holder)
+    # Only the function is kept: the graph that it was made from can go. It reads the runtime
+    # off an object that lives for one call, since Dynamo keeps the function where no garbage
+    # collector looks.
+    module = fx.GraphModule({**constants, "runtime": None}, graph)
+    forward = type(module).forward
+    held = {name: getattr(module, name) for name in {str(t).split(".")[0] for t in constants}}
 
+    def run(runtime: Runtime, boxed: list[Any]) -> Sequence[Any]:
+        results: Sequence[Any] = forward(SimpleNamespace(runtime=runtime, **held), boxed)
+        return results
 
-class _Holder:
-    """What generated code calls `self`: the runtime, and the graph's constants."""
-
-    runtime: Runtime
+    return run
 
 
 def _bind(graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:

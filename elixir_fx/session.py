@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from elixir_fx.capture import Captured, Lowered
 from elixir_fx.codegen import (
     Boxed,
+    Executable,
     Halves,
     executable,
     is_activation,
@@ -305,20 +306,19 @@ class _Run:
         self._output_bytes = sum(s.nbytes for s in step.storages if s.role is Role.OUTPUT)
 
     def half(self, module: fx.GraphModule, *, backward: bool) -> Boxed:
-        """The half as AOTAutograd calls it: bound to the engine at its first run."""
-        bound: list[Boxed] = []
+        """The half as AOTAutograd calls it; its code is generated at its first run."""
+        made: list[Executable] = []
         saved = [is_activation(n) for n in module.graph.nodes if n.op == "placeholder"]
 
         def run(boxed: list[Any]) -> Sequence[Any]:
             session = self._session()
             if session is None or session.engine is None:
                 raise ElixirError("this step's model was deleted: keep the compiled model alive")
-            if not bound:
-                # Weakly: Dynamo's cache keeps the function where no garbage collector looks.
-                bound.append(executable(module, weakref.proxy(session.engine)))
+            if not made:
+                made.append(executable(module))
             engine = session.engine
             activations = [value for value, flag in zip(boxed, saved, strict=True) if flag]
-            key = (bound[0], *(value for value in boxed if type(value) is int))
+            key = (made[0], *(value for value in boxed if type(value) is int))
             output_bytes = session.output_bytes.get(self._key, self._output_bytes)
             if backward:
                 session.begin_backward()
@@ -330,24 +330,24 @@ class _Run:
                 if not backward:
                     engine.reducer.rest()
                     engine.recycler.keeps = True
-                    return bound[0](boxed)
-                return self._backward(session, engine, bound[0], boxed)
+                    return made[0](engine, boxed)
+                return self._backward(session, engine, made[0], boxed)
 
         return run
 
     def _backward(
-        self, session: Session, engine: Engine, function: Boxed, boxed: list[Any]
+        self, session: Session, engine: Engine, function: Executable, boxed: list[Any]
     ) -> Sequence[Any]:
         engine.reducer.start()
         engine.recycler.keeps = not keeps_graph()
         undefined = session._local.__dict__.pop("undefined", frozenset()) if self._several else ()
         if not undefined:
-            return function(boxed)
+            return function(engine, boxed)
         # As in eager: no gradient, not zeros, where no output in the loss depends on it.
         none = [index for index, reach in enumerate(self._reach) if reach and reach <= undefined]
         engine.reducer.undefined = frozenset(self._paths[index] for index in none)
         try:
-            results = list(function(boxed))
+            results = list(function(engine, boxed))
         finally:
             engine.reducer.undefined = frozenset()
         for index in none:

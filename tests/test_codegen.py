@@ -52,11 +52,11 @@ def test_the_halves_compute_the_joint_graph(example: Example) -> None:
     tangents = len(values) - len(step.inputs)
     torch.manual_seed(0)
     arguments = [value.clone() for value in values[: len(values) - tangents]]
-    results = list(executable(halves.forward, home)(arguments))
+    results = list(executable(halves.forward)(home, arguments))
     assert arguments == []  # boxed: the caller keeps nothing alive
     outputs, saved = results[: step.forward_outputs], results[step.forward_outputs :]
     given = [*saved, *(value.clone() for value in values[len(values) - tangents :])]
-    gradients = list(executable(halves.backward, home)(given))
+    gradients = list(executable(halves.backward)(home, given))
     assert given == []
     paths = {item.path: index for index, item in enumerate(step.inputs)}
     for path, gradient in home.gradients.items():
@@ -84,7 +84,7 @@ def test_activations_die_when_they_are_used() -> None:
     model = mlp(8, 16, 16, 4).build()
     home = Watching(new, {name: p.detach() for name, p in model.named_parameters()})
     values = step_inputs(new, model)
-    results = list(executable(halves.forward, home)(values[:-1]))
+    results = list(executable(halves.forward)(home, values[:-1]))
     saved = results[new.forward_outputs :]
     placeholders = [n for n in backward.graph.nodes if n.op == "placeholder"]
     for node, value in zip(placeholders, [*saved, values[-1]], strict=True):
@@ -95,7 +95,7 @@ def test_activations_die_when_they_are_used() -> None:
     results.clear()
     saved.clear()
     value = None
-    executable(backward, home)(given)
+    executable(backward)(home, given)
     assert alive == sorted(alive, reverse=True)
     assert alive[0] > alive[-1] == 0
 
