@@ -26,7 +26,7 @@ from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
 from elixir_fx.runtime.probe import probe
-from elixir_fx.runtime.tracing import plain
+from elixir_fx.runtime.tracing import calls_through, plain
 from elixir_fx.session import Session, trained
 from elixir_fx.step import StepGraph
 
@@ -49,7 +49,7 @@ class GuardedSession(Session):
         self.model: nn.Module = model
         self._facts: Facts | None = None  # of the first captured step, if they are asked for
         self._wants_facts = False
-        self._full = False
+        self.is_full = False  # within full_parameters()
         self._dry = False
         self._stacks = threading.local()
         self._capture = Capture(model, self)
@@ -58,8 +58,12 @@ class GuardedSession(Session):
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model on these inputs through its captured step."""
-        if self._full:
+        if self.is_full:
             raise ElixirError("the compiled model cannot be called inside full_parameters()")
+        with calls_through(self.model, None):
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             if self.engine is None and not self.prepare(args, kwargs):
                 return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
@@ -176,12 +180,12 @@ class GuardedSession(Session):
     @contextmanager
     def full(self, writeback: bool) -> Iterator[None]:
         """Every parameter an ordinary tensor for a while."""
-        self._full = True
+        self.is_full = True
         try:
             with self.engine.full(writeback) if self.engine is not None else nullcontext():
                 yield
         finally:
-            self._full = False
+            self.is_full = False
 
     def lower(self, step: StepGraph) -> Lowered:
         lowered = super().lower(step)

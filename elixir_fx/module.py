@@ -6,8 +6,10 @@ training capture, `backward_module` the backward.
 """
 
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +19,7 @@ from elixir_fx.errors import ElixirError
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.checkpoint import full_state
+from elixir_fx.runtime.tracing import calls_through
 from elixir_fx.step import NOTE, Record
 
 # What wrappers ask of a module before they wrap it.
@@ -222,9 +225,13 @@ class ElixirModule(fx.GraphModule):
     def __getattr__(self, name: str) -> Any:
         if name in _WRAPPERS:
             raise ElixirError(_refusal(_WRAPPERS[name]))
-        if "_original" not in self.__dict__:
+        original = self.__dict__.get("_original")
+        if original is None:
             return super().__getattr__(name)
-        return getattr(self.__dict__["_original"], name)
+        found = getattr(original, name)
+        if isinstance(found, MethodType) and found.__self__ is original:
+            return _routed(found, self)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _PROPERTIES:
@@ -253,6 +260,19 @@ class ElixirModule(fx.GraphModule):
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self._original)})
+
+
+def _routed(method: MethodType, compiled: ElixirModule) -> Callable[..., Any]:
+    """A method of the original in which calls of the model itself, `self(...)`, are captured
+    steps: `generate()` runs under the plan like any other call."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        call = None if compiled._session.is_full else compiled._run
+        with calls_through(compiled._original, call):
+            return method(*args, **kwargs)
+
+    return run
 
 
 _PROPERTIES = frozenset({"graph", "training"})

@@ -4,8 +4,9 @@ Around the guards of a captured step, and the capture itself where none holds. L
 anything of the step runs.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -33,3 +34,17 @@ def plain(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
             parameter.grad = gradient
         for parameter in moved:
             parameter.__class__ = AwayParameter
+
+
+@contextmanager
+def calls_through(module: nn.Module, call: Callable[..., Any] | None) -> Iterator[None]:
+    """Let `module(...)` mean `call(...)`, or with None what it means by itself.
+
+    Where nn.Module.compile() puts its function too, so that subclasses keep their `__call__`.
+    """
+    before = module.__dict__.get("_compiled_call_impl")
+    module.__dict__["_compiled_call_impl"] = call
+    try:
+        yield
+    finally:
+        module.__dict__["_compiled_call_impl"] = before
