@@ -59,12 +59,17 @@ class Lowered:
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """One captured graph, as its calls are checked: its key, the paths of its inputs (empty
-    where the user gave them), and which inputs say how large a dynamic dimension is."""
+    """One captured graph, as its calls are checked.
+
+    `paths` are those of its inputs, empty where the user gave them; `sizes` the places of the
+    inputs that say how large a dynamic dimension is; `tangents` the output that each tangent
+    belongs to, None where that is not known.
+    """
 
     key: str
     paths: tuple[str, ...]
     sizes: tuple[int, ...]
+    tangents: tuple[int | None, ...]
 
 
 class Owner(Protocol):
@@ -86,8 +91,8 @@ class Owner(Protocol):
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         """Called once the guards hold, outside of tracing, before anything of the step runs."""
 
-    def leave(self, results: Any, tangents: Sequence[int | None]) -> None:
-        """Called with the forward's results, and the output that each tangent belongs to."""
+    def leave(self, captured: Captured, results: Any) -> None:
+        """Called with the forward's results."""
 
 
 class _Stale(BaseException):
@@ -123,7 +128,7 @@ class Capture:
         that the model's own code caused, by raising.
         """
         if self.graphs > GRAPHS:
-            self._forget()
+            self.forget()
         try:
             with torch._dynamo.config.patch(
                 ignore_logging_functions=loggers(),
@@ -134,7 +139,7 @@ class Capture:
                 try:
                     return self.call(self.model, *args, **kwargs)
                 except _Stale:
-                    self._forget()
+                    self.forget()
                     return self.call(self.model, *args, **kwargs)
         except GuardOnDataDependentSymNode as error:
             raise data_dependent_error(self.model, error) from None
@@ -143,7 +148,7 @@ class Capture:
         except TorchDynamoException as error:
             raise capture_error(self.model, error) from None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Drop every captured graph."""
         reset_code(self._code)
         self.graphs = 0
@@ -339,11 +344,11 @@ class _Compilation:
         owner, step = self.owner, self.step
         inputs = step.inputs if step is not None else ()
         learns = [item.trainable if item.role is Role.PARAMETER else None for item in inputs]
-        tangents = tangent_outputs(step) if step is not None else ()
         captured = Captured(
             key=step.key if step is not None else "",
             paths=tuple(item.path for item in inputs),
             sizes=tuple(place for place, _ in step.symbols) if step is not None else (),
+            tangents=tangent_outputs(step) if step is not None else (),
         )
         # Neither the joint graph nor the model's tensors are needed any more.
         self.step, self.inputs, self.parameters = None, (), ()
@@ -358,8 +363,8 @@ class _Compilation:
                     raise _Stale
             alive.enter(captured, args)
             results = compiled(*args)
-            if tangents:
-                alive.leave(results, tangents)
+            if captured.tangents:
+                alive.leave(captured, results)
             return results
 
         return run  # type: ignore[no-any-return]

@@ -17,6 +17,10 @@ class PlanError(ElixirError):
     """No plan meets the budgets, or a plan does not belong to this model."""
 
 
+class TooLargeError(PlanError):
+    """A call does not fit the layout that an earlier one was planned for."""
+
+
 class VerifyError(ElixirError):
     """A transformed graph breaks one of the laws; the graph is never run."""
 

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,15 +20,17 @@ from torch import nn
 from elixir_fx.capture import Capture, Captured, Lowered, ordinary_inputs, pretend_on
 from elixir_fx.config import Options, limits
 from elixir_fx.dynamo import ForwardError
-from elixir_fx.errors import CaptureError, ElixirError
+from elixir_fx.errors import CaptureError, ElixirError, PlanError, TierError, TooLargeError
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.disk import Files
+from elixir_fx.runtime.engine import Engine
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
+from elixir_fx.runtime.migrate import migrate
 from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.tracing import calls_through, plain
-from elixir_fx.session import Session, trained
+from elixir_fx.session import Session, ordinary_state_bytes, trained
 from elixir_fx.step import StepGraph
 
 
@@ -67,6 +70,11 @@ class GuardedSession(Session):
         try:
             if self.engine is None and not self.prepare(args, kwargs):
                 return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
+            try:
+                return self._guarded(args, kwargs)
+            except TooLargeError:
+                if not self._plan_again(args, kwargs):
+                    raise
             return self._guarded(args, kwargs)
         except ForwardError:
             if is_meta(self.model):
@@ -186,6 +194,51 @@ class GuardedSession(Session):
                 yield
         finally:
             self.is_full = False
+
+    def _plan_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """A new layout for a training call that the one in force is too small for, between steps:
+        a batch larger than the first. Whether there is one; nothing has changed otherwise."""
+        old, plan, optimizer = self.engine, self.plan, None
+        assert old is not None
+        if self.pending or self.options.plan is not None or not torch.is_grad_enabled():
+            return False
+        if self.binding is not None:
+            optimizer = self.binding.optimizer
+        self._capture.forget()  # its graphs have nodes of the old layout
+        self.lowering.forget()
+        with self.progress, torch.inference_mode(False), torch.no_grad():
+            try:
+                with plain(old.entries), torch.enable_grad():
+                    self._capture_only(args, kwargs)
+                old.lend_arena()
+                new = self._moved(old, optimizer)
+            except (PlanError, TierError):
+                self._capture.forget()
+                self.lowering.forget()
+                self.lowering.plan = plan
+                old.take_arena()
+                return False
+        old.close()
+        if self.binding is not None and optimizer is not None:
+            self.binding.engine = new
+            self.binding.adopt_all()
+            new.state_bytes = partial(ordinary_state_bytes, optimizer)
+        self.start(new)
+        return True
+
+    def _moved(self, old: Engine, optimizer: torch.optim.Optimizer | None) -> Engine:
+        """An engine for the plan in force, with the training state of `old`."""
+        self.progress("moving the training state: this call needs another layout")
+        new = self.make_engine()
+        if self.machine.unified and not new.layout.keeps_all:
+            bound_heap()
+        try:
+            migrate(old, new, optimizer)
+        except TierError:
+            migrate(new, old, optimizer)
+            new.close()
+            raise
+        return new
 
     def lower(self, step: StepGraph) -> Lowered:
         lowered = super().lower(step)

@@ -29,7 +29,7 @@ from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
 from elixir_fx.step import StepGraph, number, value
 
-KEPT = 64  # graphs with dynamic dimensions whose facts are kept
+KEPT = 256  # graphs of which something is remembered
 SIZES = 64  # sizes of inputs that are known to fit, of all graphs with dynamic dimensions
 MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
@@ -50,6 +50,7 @@ class Lowering:
     pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
     latest: Facts | None = None  # of the step that was decided last
+    saved_bytes: dict[str, int] = field(default_factory=dict)  # for the backward, by graph's key
     dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
     admitted: dict[tuple[str, Values], int] = field(default_factory=dict)  # -> bytes of outputs
 
@@ -78,7 +79,9 @@ class Lowering:
             self.plan = self.plan.with_schedule(made)
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
-        self.latest = step.facts()
+        self.latest = facts = step.facts()
+        saved = sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION)
+        remember(self.saved_bytes, step.key, saved, KEPT)
         if step.symbols:
             formulas = Formulas(
                 symbols=tuple(symbol for _, symbol in step.symbols),
@@ -99,6 +102,12 @@ class Lowering:
             known = sum(s.nbytes for s in facts.storages if s.role is Role.OUTPUT)
             remember(self.admitted, (key, values), known, SIZES)
         return known
+
+    def forget(self) -> None:
+        """Plan from the start with the next step."""
+        self.plan = None
+        self.dynamic.clear()
+        self.admitted.clear()
 
     def schedule(self, facts: Facts) -> Schedule:
         """When the chunks move in a graph. PlanError if it does not fit."""

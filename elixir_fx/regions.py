@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from elixir_fx.capture import Captured, Lowered, compile_graph
-from elixir_fx.codegen import keeps_graph
 from elixir_fx.config import Options
 from elixir_fx.dynamo import guard_identity, sees_module_hooks
-from elixir_fx.facts import Facts, Role
+from elixir_fx.facts import Facts
 from elixir_fx.machine import Tier
 from elixir_fx.planner import arrivals
 from elixir_fx.runtime.heap import bound_heap, relax_heap
@@ -29,14 +28,6 @@ from elixir_fx.session import Session, trained, weakly
 from elixir_fx.step import StepGraph
 
 _ATTRIBUTE = "elixir_fx_session"  # of a parameter
-
-
-class _Pending:
-    """A forward whose backward has not run: what it saved is in memory."""
-
-    def __init__(self, key: str, nbytes: int) -> None:
-        self.key = key
-        self.nbytes = nbytes
 
 
 class _Tag:
@@ -62,7 +53,6 @@ class RegionSession(Session):
         self.regions: dict[str, Facts] = {}  # by key, in the order of their arrival
         self.forwards: list[fx.GraphModule] = []
         self._settled = False
-        self._pending: weakref.WeakSet[_Pending] = weakref.WeakSet()
         self._held: dict[str, int] = {}  # most bytes that others held while a region ran
         self._hooks = _module_hooks(model)
         self._warned_of_hooks = False
@@ -90,9 +80,6 @@ class RegionSession(Session):
         guard_identity(region)
         return compile_graph(weakref.ref(self), region, inputs, otherwise=region)
 
-    def held_bytes(self) -> int:
-        return sum(pending.nbytes for pending in self._pending)
-
     # -- the owner of captured graphs --------------------------------------------------------
 
     def lower(self, step: StepGraph) -> Lowered:
@@ -110,38 +97,17 @@ class RegionSession(Session):
         self._check_hooks()
         super().enter(captured, inputs)
         self._held[captured.key] = max(self._held.get(captured.key, 0), self.held_bytes())
-        self._local.entered = captured.key
 
-    def leave(self, results: Any, tangents: Sequence[int | None]) -> None:
-        super().leave(results, tangents)
-        node = next((r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn), None)
-        facts = self.regions.get(self._local.entered)
-        if node is None or facts is None:
-            return
-        saved = sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION)
-        pending = _Pending(facts.key, saved)
-        self._pending.add(pending)
-        session = weakref.ref(self)
-
-        def before_backward(gradients: object) -> None:
-            alive = session()
-            if alive is not None:
-                alive._local.pending = pending
-
-        node.register_prehook(before_backward)
-
-    def begin_backward(self) -> None:
+    def begin_backward(self) -> str | None:
         """Gradients of a parameter that another region's backward will add to as well go
         through autograd, which sums them in eager's order before they are accumulated."""
-        pending = self._local.__dict__.pop("pending", None)
-        if pending is None or self.engine is None:
-            return
-        own = self._trained_by(pending.key)
-        others = {other.key for other in self._pending} - {pending.key}
-        shared = [own & self._trained_by(key) for key in others]
-        self.engine.reducer.shared = frozenset().union(*shared)
-        if not keeps_graph():
-            self._pending.discard(pending)
+        key = super().begin_backward()
+        if key is not None and self.engine is not None:
+            own = self._trained_by(key)
+            others = {pending.key for pending in self.pending} - {key}
+            shared = [own & self._trained_by(other) for other in others]
+            self.engine.reducer.shared = frozenset().union(*shared)
+        return key
 
     def _trained_by(self, key: str) -> frozenset[str]:
         facts = self.regions.get(key)

@@ -12,6 +12,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -47,6 +48,14 @@ from elixir_fx.runtime.store import Store
 from elixir_fx.step import Record, StepGraph
 
 
+class Pending:
+    """A forward whose backward has not run: what it saved is in memory."""
+
+    def __init__(self, key: str, nbytes: int) -> None:
+        self.key = key
+        self.nbytes = nbytes
+
+
 class Session:
     """What a compiled model holds: plan, engine, optimizer and statistics.
 
@@ -80,6 +89,7 @@ class Session:
         self.stats = Stats()
         self.shown: Halves | None = None  # of the last training capture
         self.history: list[Record] = []  # of the last captured step
+        self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self.output_bytes: dict[str, int] = {}  # of the last call, by graph with dynamic sizes
         self._optimizer = None if isinstance(optimizer, str) else optimizer
         self._warned = False
@@ -123,19 +133,21 @@ class Session:
             values = tuple(inputs[place] for place in captured.sizes)
             self.output_bytes[captured.key] = self.lowering.admit(captured.key, values)
 
-    def leave(self, results: Any, tangents: Sequence[int | None]) -> None:
-        """Learn, when the backward comes, which outputs took part in the loss; `tangents` says
-        which output each tangent belongs to."""
-        if len(tangents) < 2:
-            return  # the only output that can take part does
+    def leave(self, captured: Captured, results: Any) -> None:
+        """Learn, when the backward comes, that it does, and which outputs took part in the loss."""
         node = next((r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn), None)
         if node is None:
             return
-        session = weakref.ref(self)
+        pending = Pending(captured.key, self.lowering.saved_bytes.get(captured.key, 0))
+        self.pending.add(pending)
+        session, tangents = weakref.ref(self), captured.tangents
 
         def before_backward(gradients: Sequence[Tensor | None]) -> None:
             alive = session()
-            if alive is not None:
+            if alive is None:
+                return
+            alive._local.pending = pending
+            if len(tangents) > 1:
                 alive._local.undefined = frozenset(
                     index
                     for index, output in enumerate(tangents)
@@ -144,12 +156,18 @@ class Session:
 
         node.register_prehook(before_backward)
 
-    def begin_backward(self) -> None:
-        """The backward of a captured graph is about to run, on this thread."""
+    def begin_backward(self) -> str | None:
+        """The backward of a captured graph is about to run, on this thread. The graph's key."""
+        pending: Pending | None = self._local.__dict__.pop("pending", None)
+        if pending is None:
+            return None
+        if not keeps_graph():
+            self.pending.discard(pending)
+        return pending.key
 
     def held_bytes(self) -> int:
-        """Activations that other graphs of the model hold at this moment."""
-        return 0
+        """What forwards saved whose backward has not run."""
+        return sum(pending.nbytes for pending in self.pending)
 
     # -- the engine and the optimizer ------------------------------------------------------
 
@@ -209,7 +227,7 @@ class Session:
             self.engine.forget_states()
         self._optimizer = optimizer
         self.binding = bind(optimizer, self.engine)
-        self.engine.state_bytes = lambda: ordinary_state_bytes(optimizer)
+        self.engine.state_bytes = partial(ordinary_state_bytes, optimizer)
         self._step_hook = optimizer.register_step_post_hook(lambda *_: self.stats.end_step())
 
     def _check_planned_for(self, facts: OptimizerFacts) -> None:

@@ -75,8 +75,8 @@ class Engine:
         self.written: Callable[[], None] = lambda: None  # somebody wrote an away parameter
         self.updating: Callable[[], None] = lambda: None  # a streamed update begins
         self._owned = dict(parameters)
-        self._parameters = list(dict.fromkeys(parameters.values()))
-        self._away: list[nn.Parameter] = []
+        self.parameters = list(dict.fromkeys(parameters.values()))
+        self._away: dict[nn.Parameter, None] = {}  # in the order in which they left
         self._witness = self._find_witness(parameters)
         self._depth = 0
         self._mapped = mapped
@@ -160,7 +160,11 @@ class Engine:
         if entry is not None and entry.value is not None:
             entry.value.store(value)
             away(parameter, entry.value)
-            self._away.append(parameter)
+            self._away[parameter] = None
+
+    def adopt(self, parameter: nn.Parameter) -> None:
+        """A parameter is away already, and its home is the one that this engine gave it."""
+        self._away[parameter] = None
 
     def move_all_home(self) -> None:
         """Move every parameter that is still ordinary to its home, chunk by chunk. If a tier
@@ -209,7 +213,7 @@ class Engine:
     def constant_bytes(self) -> int:
         """Device bytes that are always there: ordinary parameters and optimizer states,
         buffers, the arena."""
-        ordinary = sum(p.nbytes for p in self._parameters if type(p) is not AwayParameter)
+        ordinary = sum(p.nbytes for p in self.parameters if type(p) is not AwayParameter)
         ordinary -= sum(
             entry.parameter.nbytes
             for chunk in self._mapped_offsets
@@ -219,7 +223,7 @@ class Engine:
 
     def gradient_bytes(self) -> int:
         """Device bytes of the gradients that are ordinary tensors now."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self.parameters]
         return sum(
             g.nbytes for g in gradients if g is not None and not isinstance(g, ChunkGradient)
         )
@@ -350,6 +354,22 @@ class Engine:
                 if self._mapped is not None:  # its pages are planned for the mapped ones
                     give_back_pages(self.store.arena)
                 self.optimizer_s += time.perf_counter() - started
+
+    def lend_arena(self) -> None:
+        """Another engine takes over: the arena's memory is its, until `take_arena`."""
+        self.reducer.drain()
+        self.store.drain()
+        self.cache.clear()
+        self.recycler.shrink(0)
+        if self.store.arena.is_cuda:
+            self.store.arena.untyped_storage().resize_(0)
+        else:
+            give_back_pages(self.store.arena)
+
+    def take_arena(self) -> None:
+        """The other engine could not be made after all."""
+        if self.store.arena.is_cuda:
+            self.store.arena.untyped_storage().resize_(self.layout.arena_bytes)
 
     # -- the end ---------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ NAMES = (
     "prefetch_misses",
 )
 
-SIZES = 64  # halves of steps, at different sizes of inputs, whose peaks are remembered
+SIZES = 512  # halves of steps, at different sizes of inputs, whose peaks are remembered
 
 
 class Stats:
@@ -74,8 +74,9 @@ class Stats:
             saved.clear()
             yield
         else:
-            held = engine.gradient_bytes() + held_bytes
+            held = engine.gradient_bytes()
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
+            held += held_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
             saved.clear()

@@ -1,4 +1,4 @@
-"""Does anything leak? 200 steps, ten compilations, and a process that is killed.
+"""Does anything leak? 200 steps, 200 with changing shapes, ten compilations, a killed process.
 
 python examples/benchmarks/soak.py
 """
@@ -18,6 +18,7 @@ import torch
 from common import GIB, MIB, sizes
 
 import elixir_fx
+from elixir_fx.backend import state
 
 CONFIG = common.Config(layers=4, width=256, heads=8, seq=64, vocab=256)
 
@@ -25,16 +26,22 @@ CONFIG = common.Config(layers=4, width=256, heads=8, seq=64, vocab=256)
 class Training:
     """A small GPT under a quarter of its training state plus activations, with a disk."""
 
-    def __init__(self, disk: str):
+    def __init__(self, disk: str, backend: bool = False):
         torch.manual_seed(0)
         self.batches = common.text_batches(2, CONFIG.seq, 0)
-        model = common.build(CONFIG)
+        self.original = model = common.build(CONFIG)
         inputs = next(self.batches)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         plan = elixir_fx.plan(model, inputs, memory=64 * GIB, optimizer="adamw")
         budget_bytes = int(1.5 * plan.forecast.activation_bytes)
         budget_bytes += int(0.25 * common.state_bytes(model)) + 2 * MIB
-        self.model: Any = elixir_fx.compile(
+        self.model: Any
+        if backend:
+            options = {"model": model, "optimizer": self.optimizer, "disk": disk}
+            options["memory"] = 2 * budget_bytes
+            self.model = torch.compile(model, backend="elixir_fx", options=options)
+            return
+        self.model = elixir_fx.compile(
             model,
             optimizer=self.optimizer,
             example_inputs=inputs,
@@ -43,8 +50,8 @@ class Training:
             kernels="eager",
         )
 
-    def step(self) -> float:
-        loss = self.model(*next(self.batches))
+    def step(self, rows: int = 2, length: int = CONFIG.seq) -> float:
+        loss = self.model(*(tensor[:rows, :length] for tensor in next(self.batches)))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -66,6 +73,25 @@ def steps(count: int, disk: str) -> dict[str, Any]:
         "files": (files[10], files[-1]),
         "threads": (threads[10], threads[-1]),
         "losses": (losses[0], losses[-1]),
+    }
+
+
+def shapes(count: int, disk: str, backend: bool) -> dict[str, Any]:
+    """Steps whose batches have one or two rows and 20 lengths, the longest one first."""
+    training = Training(disk, backend)
+    training.step()
+    lengths = [CONFIG.seq - 2 * (7 * index % 20) for index in range(count)]
+    resident, started = [], time.perf_counter()
+    for index, length in enumerate(lengths):
+        training.step(1 + index % 2, length)
+        resident.append(common.resident_bytes())
+    plan = state(training.original).plan if backend else training.model.plan
+    return {
+        "shapes": len({(1 + index % 2, length) for index, length in enumerate(lengths)}),
+        "schedules": len(plan.schedules),
+        "early_bytes": max(resident[50:100]),
+        "late_bytes": max(resident[-50:]),
+        "seconds": time.perf_counter() - started,
     }
 
 
@@ -106,6 +132,15 @@ def killed(disk: str) -> dict[str, Any]:
     return {"was_running": running, "files_left": left}
 
 
+def shape_rows(entry: str, found: dict[str, Any]) -> list[tuple[str, str]]:
+    growth = found["late_bytes"] / found["early_bytes"]
+    return [
+        (f"{entry}, {found['shapes']} shapes: schedules kept", str(found["schedules"])),
+        common.check(f"{entry}: memory of the last 50 / of steps 50 to 100", growth, 1.01),
+        (f"{entry}: took", f"{found['seconds']:.1f} s"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
@@ -121,6 +156,10 @@ def main() -> None:
 
     start = time.perf_counter()
     long = common.in_child(steps, args.steps, args.disk)
+    changing = {
+        entry: common.in_child(shapes, args.steps, args.disk, entry == "backend")
+        for entry in ("compile", "backend")
+    }
     again = common.in_child(compilations, args.compilations, args.disk)
     kill = killed(args.disk)
     resident = again["resident_bytes"]
@@ -134,6 +173,7 @@ def main() -> None:
         ("open files, early and late", str(long["files"])),
         ("threads, early and late", str(long["threads"])),
         ("loss, first and last", str(long["losses"])),
+        *(row for entry, found in changing.items() for row in shape_rows(entry, found)),
         (
             f"{args.compilations} compilations: memory after each was deleted, MiB",
             " ".join(f"{value / MIB:.0f}" for value in resident),
@@ -145,7 +185,8 @@ def main() -> None:
         ("files left behind by it", str(kill["files_left"])),
         ("all of this took", f"{time.perf_counter() - start:.0f} s"),
     ]
-    common.report("soak", args, rows, {"steps": long, "compilations": again, "killed": kill})
+    numbers = {"steps": long, "shapes": changing, "compilations": again, "killed": kill}
+    common.report("soak", args, rows, numbers)
 
 
 if __name__ == "__main__":
