@@ -35,10 +35,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elixir_fx.codegen import Halves
-from elixir_fx.dynamo import capture_error, data_dependent_error, loggers, refused
+from elixir_fx.dynamo import as_in_eager, capture_error, data_dependent_error, loggers, refused
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
-from elixir_fx.step import STEP_NAME, Input, StepGraph, mark, span
+from elixir_fx.step import STEP_NAME, Dimension, Input, StepGraph, mark, span
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 GRAPHS = 8  # captured graphs that a model keeps
@@ -61,14 +61,14 @@ class Lowered:
 class Captured:
     """One captured graph, as its calls are checked.
 
-    `paths` are those of its inputs, empty where the user gave them; `sizes` the places of the
-    inputs that say how large a dynamic dimension is; `tangents` the output that each tangent
-    belongs to, None where that is not known.
+    `paths` are those of its inputs, empty where the user gave them; `sizes` say where among the
+    inputs each dynamic dimension is; `tangents` the output that each tangent belongs to, None
+    where that is not known.
     """
 
     key: str
     paths: tuple[str, ...]
-    sizes: tuple[int, ...]
+    sizes: tuple[Dimension, ...]
     tangents: tuple[int | None, ...]
 
 
@@ -188,6 +188,7 @@ def compile_graph(
         buffer_bytes=sum({id(b): b.nbytes for _, b in buffers}.values()),
         inputs=tuple(inputs),
     )
+    dynamic = any(isinstance(given, torch.SymInt) for given in inputs)
     # As in eager, a backward runs outside of the autocast that its forward was in.
     try:
         with torch._functorch.config.patch(donated_buffer=False, backward_pass_autocast="off"):
@@ -196,7 +197,7 @@ def compile_graph(
                 bw_compiler=compilation.backward,
                 inference_compiler=compilation.inference,
                 partition_fn=compilation.partition,
-            )(module, list(inputs))
+            )(as_in_eager(module, dynamic), list(inputs))
     except ElixirError as error:
         raise refused(error) from None
     return compilation.guarded(compiled, otherwise)
@@ -309,8 +310,7 @@ class _Compilation:
         if len(nodes) != len(self.inputs):
             raise CaptureError(
                 f"{self.title}: the captured graph has {len(nodes)} inputs "
-                f"for {len(self.inputs)} tensors; inputs that share memory with each other and "
-                "are changed in place are not supported: clone them before the call"
+                f"for {len(self.inputs)} tensors: {_why_other_inputs(module)}"
             )
         plain = Name(role=Role.INPUT, path="", aliases=())
         found = []
@@ -347,7 +347,7 @@ class _Compilation:
         captured = Captured(
             key=step.key if step is not None else "",
             paths=tuple(item.path for item in inputs),
-            sizes=tuple(place for place, _ in step.symbols) if step is not None else (),
+            sizes=tuple(where for where, _ in step.symbols) if step is not None else (),
             tangents=tangent_outputs(step) if step is not None else (),
         )
         # Neither the joint graph nor the model's tensors are needed any more.
@@ -368,6 +368,20 @@ class _Compilation:
             return results
 
         return run  # type: ignore[no-any-return]
+
+
+def _why_other_inputs(module: fx.GraphModule) -> str:
+    """What makes AOTAutograd change the number of a graph's inputs, in the user's words."""
+    for node in module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "with_effects":
+            return (
+                f"{node.args[1]} has effects that must keep their order, which is not supported; "
+                "torch.linalg's functions ending in _ex have none"
+            )
+    return (
+        "inputs that share memory with each other and are changed in place are not supported: "
+        "clone them before the call"
+    )
 
 
 def _idle(parameter: Tensor, name: Name) -> Parameter:

@@ -6,15 +6,17 @@ Beside `capture`, which traces. Uses underscored torch names; tried on torch 2.1
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
 from torch import fx, nn
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import ChainedSource, GlobalSource  # type: ignore[attr-defined]
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from elixir_fx.errors import CaptureError, ElixirError
@@ -71,6 +73,52 @@ def named_parameters_of(
         if isinstance(given, nn.Parameter):
             steps = re.findall(r"_(?:modules|parameters)\['(.*?)'\]", _source_name(node))
             yield ".".join(steps) or node.name, given
+
+
+class _AsInEager:
+    """An operator called without the Python dispatcher, whose decompositions of dropout,
+    interpolate and others round differently from the C++ ones that eager PyTorch runs."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        self.target = target
+        self.__name__ = getattr(target, "__name__", type(target).__name__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with no_python_dispatcher():
+            return self.target(*args, **kwargs)
+
+
+def as_in_eager(module: fx.GraphModule, dynamic: bool) -> fx.GraphModule:
+    """Dynamo's graph with its operators called as eager calls them.
+
+    Symbolic sizes need the Python dispatcher: where there are any, only dropout, which does not
+    look at sizes, goes without.
+    """
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        known[node] = copy = graph.node_copy(node, known.__getitem__)
+        if node.op == "call_method" and not dynamic:
+            copy.op = "call_function"
+            copy.target = _AsInEager(_method(str(node.target)))
+        elif node.op == "call_function" and not isinstance(node.target, HigherOrderOperator):
+            name = getattr(node.target, "__name__", "")
+            if not dynamic or "dropout" in name:
+                copy.target = _AsInEager(node.target)
+    made = fx.GraphModule(module, graph)
+    made.meta = module.meta
+    for name, child in module.named_children():
+        if isinstance(child, fx.GraphModule):  # the body of a checkpoint and the like
+            setattr(made, name, as_in_eager(child, dynamic))
+    return made
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
+
+    call.__name__ = name
+    return call
 
 
 def sees_module_hooks() -> bool:

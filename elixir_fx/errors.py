@@ -17,8 +17,8 @@ class PlanError(ElixirError):
     """No plan meets the budgets, or a plan does not belong to this model."""
 
 
-class TooLargeError(PlanError):
-    """A call does not fit the layout that an earlier one was planned for."""
+class LayoutError(PlanError):
+    """A call does not fit the layout that was made for an earlier one."""
 
 
 class VerifyError(ElixirError):

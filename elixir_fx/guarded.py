@@ -6,6 +6,7 @@ guards; a new graph is lowered onto the same layout.
 """
 
 import gc
+import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from elixir_fx.capture import Capture, Captured, Lowered, ordinary_inputs, pretend_on
 from elixir_fx.config import Options, limits
 from elixir_fx.dynamo import ForwardError
-from elixir_fx.errors import CaptureError, ElixirError, PlanError, TierError, TooLargeError
+from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError, TierError
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.disk import Files
@@ -32,6 +34,19 @@ from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.tracing import calls_through, plain
 from elixir_fx.session import Session, ordinary_state_bytes, trained
 from elixir_fx.step import StepGraph
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Leave the streams of random numbers as they are: a capture runs the user's Python up to the
+    first tensor operation."""
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 class _Captured(BaseException):
@@ -72,15 +87,14 @@ class GuardedSession(Session):
                 return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
             try:
                 return self._guarded(args, kwargs)
-            except TooLargeError:
+            except LayoutError:
                 if not self._plan_again(args, kwargs):
                     raise
             return self._guarded(args, kwargs)
         except ForwardError:
             if is_meta(self.model):
                 raise
-        with torch.no_grad():
-            self.model(*args, **kwargs)  # raises what the model raises, in its own words
+        self.model(*args, **kwargs)  # raises what the model raises, in its own words
         raise CaptureError(
             f"{type(self.model).__name__} raised while it was captured and does not when it runs: "
             "its forward depends on more than its inputs"
@@ -155,6 +169,7 @@ class GuardedSession(Session):
         self._dry = True
         try:
             with (
+                same_random_numbers(),
                 torch.inference_mode(False),
                 torch.set_grad_enabled(trains),
                 pretend_on(self.model, self.device),

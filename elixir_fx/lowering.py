@@ -16,7 +16,7 @@ from torch.fx.node import map_arg
 from elixir_fx.capture import real_mode
 from elixir_fx.codegen import Halves, split
 from elixir_fx.config import Options
-from elixir_fx.errors import PlanError
+from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts, OptimizerFacts, Parameter, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
@@ -49,6 +49,7 @@ class Lowering:
     make_plan: MakePlan = search
     pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
+    sparse: set[str] = field(default_factory=set)  # parameters whose gradients are sparse
     latest: Facts | None = None  # of the step that was decided last
     saved_bytes: dict[str, int] = field(default_factory=dict)  # for the backward, by graph's key
     dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
@@ -59,6 +60,8 @@ class Lowering:
         step.optimizer = self.optimizer
         fixed = {path: tier.value for path, tier in self.pinned.items()}
         step.pinned = fixed | self.options.keep_by_path(step.parameter_paths)
+        self.sparse |= step.sparse_gradients()
+        step.sparse = frozenset(self.sparse)
         self.decide(step)
         assert self.plan is not None
         if not self.plan.layout.keeps_all:
@@ -186,9 +189,10 @@ def _check_belongs(plan: Plan, parameters: tuple[Parameter, ...]) -> None:
                 f"plan has {dtype} {list(shape)}"
             )
         if parameter.trainable and not trainable:
-            raise PlanError(
+            raise LayoutError(
                 f"parameter {parameter.path!r} requires a gradient now and did not when the "
-                "layout was made: compile the model again"
+                "layout was made, and a new one cannot be made in the middle of a step: let it "
+                "require one at the first call"
             )
 
 

@@ -130,7 +130,7 @@ class Session:
         if self.engine is not None:
             self.engine.check_owned(captured.paths, inputs)
         if captured.sizes:
-            values = tuple(inputs[place] for place in captured.sizes)
+            values = tuple(where.of(inputs) for where in captured.sizes)
             self.output_bytes[captured.key] = self.lowering.admit(captured.key, values)
 
     def leave(self, captured: Captured, results: Any) -> None:
@@ -370,4 +370,5 @@ class _Run:
             engine.reducer.undefined = frozenset()
         for index in none:
             results[index] = None
+        engine.pass_by(self._paths[index] for index in none)
         return results

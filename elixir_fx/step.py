@@ -35,6 +35,24 @@ class Input:
     trainable: bool = False  # a parameter that requires a gradient
 
 
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """Where the inputs of a call say how large a dynamic dimension is: the input at `place`
+    itself, or a dimension of its shape or strides."""
+
+    place: int
+    kind: str
+    index: int
+
+    def of(self, inputs: Sequence[Any]) -> int:
+        """Its size in a call."""
+        given = inputs[self.place]
+        if self.kind == "itself":
+            return int(given)
+        sizes = given.shape if self.kind == "shape" else given.stride()
+        return int(sizes[self.index])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """What one pass did: seconds, and nodes added and removed by operator."""
@@ -75,6 +93,7 @@ class StepGraph:
     buffer_bytes: int = 0  # of all buffers of the model
     optimizer: OptimizerFacts | None = None
     pinned: Mapping[str, str] = field(default_factory=dict)
+    sparse: frozenset[str] = frozenset()  # parameters with sparse gradients, here or elsewhere
     # filled by the analysis passes
     storages: tuple[Storage, ...] = ()
     parameters: tuple[Parameter, ...] = ()
@@ -123,15 +142,16 @@ class StepGraph:
         return frozenset(item.node for item in self.inputs if item.role is Role.PARAMETER)
 
     @cached_property
-    def symbols(self) -> tuple[tuple[int, sympy.Symbol], ...]:
-        """The dynamic dimensions: place among the graph's inputs, and symbol."""
+    def symbols(self) -> tuple[tuple["Dimension", sympy.Symbol], ...]:
+        """The dynamic dimensions: where to read them from a call's inputs, and their symbols."""
         placeholders = [node for node in self.nodes if node.op == "placeholder"]
-        found = []
+        found: dict[sympy.Symbol, Dimension] = {}
         for place, node in enumerate(placeholders[: len(self.inputs)]):
-            formula = expression(value(node)) if not isinstance(value(node), Tensor) else None
-            if isinstance(formula, sympy.Symbol):
-                found.append((place, formula))
-        return tuple(found)
+            for kind, index, size in _sizes(value(node)):
+                formula = expression(size)
+                if isinstance(formula, sympy.Symbol):
+                    found.setdefault(formula, Dimension(place, kind, index))
+        return tuple((where, symbol) for symbol, where in found.items())
 
     @property
     def parameter_nodes(self) -> dict[str, fx.Node]:
@@ -156,6 +176,12 @@ class StepGraph:
             if item.role is Role.PARAMETER and isinstance(node, fx.Node):
                 found[item.path] = node
         return found
+
+    def sparse_gradients(self) -> set[str]:
+        """Parameters whose gradients are sparse tensors here. Those stay with autograd: neither
+        the gradient nor the optimizer's states of such a parameter are ever away."""
+        fakes = {path: tensor(node) for path, node in self.gradients.items()}
+        return {path for path, fake in fakes.items() if fake.layout is not torch.strided}
 
     def results(self) -> tuple[Sequence[fx.Node | None], Sequence[fx.Node | None]]:
         """The outputs of the forward, and those of the backward."""
@@ -269,13 +295,24 @@ def expression(value: object) -> sympy.Expr | None:
     return formula if formula.free_symbols else None
 
 
+def _sizes(given: object) -> Iterator[tuple[str, int, object]]:
+    """Every size that an input has: kind, index, and the size."""
+    if not isinstance(given, Tensor):
+        yield "itself", 0, given
+    elif given.layout is torch.strided:
+        yield from (("shape", index, size) for index, size in enumerate(given.shape))
+        yield from (("stride", index, size) for index, size in enumerate(given.stride()))
+
+
 def is_symbolic(tensor: Tensor) -> bool:
     """Whether a fake tensor's geometry depends on a dynamic dimension."""
     return any(isinstance(n, torch.SymInt) for n in (*tensor.shape, *tensor.stride()))
 
 
 def storage_bytes(tensor: Tensor) -> int | torch.SymInt:
-    """Bytes of the memory that a fake tensor lies in."""
+    """Bytes of the memory that a fake tensor lies in; a sparse one's are not known before."""
+    if tensor.layout is not torch.strided:
+        return 0
     return tensor.untyped_storage().nbytes()
 
 
@@ -358,7 +395,7 @@ def viewed_input(node: fx.Node) -> fx.Node | None:
         return viewed_input(source)
     name = operator_name(node)
     if getattr(node.target, "is_view", False) or name in _SILENT_VIEWS or name.endswith("_"):
-        return node.all_input_nodes[0]
+        return next(iter(node.all_input_nodes), None)  # none: a view of a constant
     return None
 
 

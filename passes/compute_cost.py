@@ -101,9 +101,8 @@ def _flops(node: fx.Node) -> int:
     """FLOPs by torch's own formulas; CPU attention, which torch counts as 0, by hand."""
     name = operator_name(node)
     if "scaled_dot_product" in name:
-        query, key = (value(source) for source in node.all_input_nodes[:2])
-        if name.endswith("_backward") or "_backward" in name:
-            query, key = (value(source) for source in node.all_input_nodes[1:3])
+        first = 1 if "_backward" in name else 0  # the gradient of the result comes before
+        query, key = (value(node.args[first + n]) for n in range(2))  # type: ignore[arg-type]
         assert isinstance(query, Tensor) and isinstance(key, Tensor)
         products = number(math.prod(query.shape) * key.shape[-2])
         return products * (10 if "_backward" in name else 4)

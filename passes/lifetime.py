@@ -146,7 +146,8 @@ def _parameters(step: StepGraph, position: dict[fx.Node, int]) -> tuple[Paramete
     for path, node in step.parameter_nodes.items():
         fake = tensor(node)
         reads = _reads(node, position)
-        gradient = gradients.get(path)
+        sparse = path in step.sparse
+        gradient = gradients.get(path) if not sparse else None
         found.append(
             Parameter(
                 path=path,
@@ -156,14 +157,18 @@ def _parameters(step: StepGraph, position: dict[fx.Node, int]) -> tuple[Paramete
                 dtype=str(fake.dtype).removeprefix("torch."),
                 itemsize=fake.element_size(),
                 span=span(fake),
-                trainable=step.paths[node.name].trainable,
+                trainable=step.paths[node.name].trainable and not sparse,
                 reads=tuple(sorted(reads)),
                 gradient=position[gradient] if gradient is not None else None,
                 gradient_storage=memory_root(gradient).name if gradient is not None else "",
-                pinned=step.pinned.get(path),
+                pinned="device" if sparse else step.pinned.get(path),
             )
         )
-    found += [replace(idle, pinned=step.pinned.get(idle.path)) for idle in step.idle]
+    for idle in step.idle:
+        if idle.path in step.sparse:
+            found.append(replace(idle, pinned="device", trainable=False))
+        else:
+            found.append(replace(idle, pinned=step.pinned.get(idle.path)))
     never = len(position)
     return tuple(sorted(found, key=lambda item: item.reads[0] if item.reads else never))
 

@@ -22,7 +22,7 @@ counts; there is no clock and no chance in it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from elixir_fx.errors import PlanError, TooLargeError
+from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Layout, Limits, Plan, Schedule
@@ -76,7 +76,7 @@ def schedule(
     """When chunks of an existing layout move in another captured graph.
 
     `held_bytes` are activations of other graphs that are there while it runs.
-    PlanError if the graph reads parameters that the layout does not have, TooLargeError if it
+    PlanError if the graph reads parameters that the layout does not have, LayoutError if it
     does not fit.
     """
     known = {piece.path for chunk in layout.chunks for piece in chunk.slices}
@@ -92,7 +92,7 @@ def schedule(
         needed = uses(facts, away)
         found = place(needed, layout.gather_bytes, first_call(facts))
         if found is None:
-            raise TooLargeError(
+            raise LayoutError(
                 f"this graph needs {sizes(core_bytes(needed))} of gathered parameters at once; "
                 f"the plan's gather area has {sizes(layout.gather_bytes)}. Plan again with it as "
                 "the example"
@@ -102,7 +102,7 @@ def schedule(
     running = player.footprint.running_peak(layout) + held_bytes
     peak = max(made.forecast.peak_device_bytes, running)
     if peak > limits.device:
-        raise TooLargeError(_too_large(made, machine, limits, peak))
+        raise LayoutError(_too_large(made, machine, limits, peak))
     return made
 
 

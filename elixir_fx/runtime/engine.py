@@ -19,6 +19,7 @@ from elixir_fx.plan import Chunk, Layout, Slice, align
 from elixir_fx.runtime.cache import GatherCache
 from elixir_fx.runtime.gradients import Entry, Reducer
 from elixir_fx.runtime.heap import give_back_pages
+from elixir_fx.runtime.hooks import pass_by
 from elixir_fx.runtime.mapped import MappedCache, MappedFile
 from elixir_fx.runtime.parameters import AwayParameter, ChunkGradient, away, settle
 from elixir_fx.runtime.recycler import Recycler
@@ -262,6 +263,13 @@ class Engine:
     ) -> list[Tensor | None]:
         """Add the chunk's gradients to p.grad; answer what autograd must get itself."""
         return self.reducer.reduce(chunk, slices, gradients, owned)
+
+    def pass_by(self, paths: Iterable[str]) -> None:
+        """Keep the hooks of ordinary parameters quiet that get no gradient in this pass."""
+        for path in paths:
+            parameter = self._owned.get(path)
+            if parameter is not None:
+                pass_by(parameter)
 
     @contextmanager
     def running(self) -> Iterator[None]:
