@@ -306,11 +306,12 @@ class _Compilation:
 
     def placeholders(self, module: fx.GraphModule) -> tuple[Input, ...]:
         """Who the forward placeholders are: the graph's inputs, in their order."""
-        nodes = [n for n in module.graph.nodes if n.op == "placeholder" and not _is_tangent(n)]
+        nodes = [n for n in module.graph.nodes if n.op == "placeholder" and not _is_ours(n)]
         if len(nodes) != len(self.inputs):
             raise CaptureError(
                 f"{self.title}: the captured graph has {len(nodes)} inputs "
-                f"for {len(self.inputs)} tensors: {_why_other_inputs(module)}"
+                f"for {len(self.inputs)} tensors; inputs that share memory with each other and "
+                "are changed in place are not supported: clone them before the call"
             )
         plain = Name(role=Role.INPUT, path="", aliases=())
         found = []
@@ -370,20 +371,6 @@ class _Compilation:
         return run  # type: ignore[no-any-return]
 
 
-def _why_other_inputs(module: fx.GraphModule) -> str:
-    """What makes AOTAutograd change the number of a graph's inputs, in the user's words."""
-    for node in module.graph.nodes:
-        if getattr(node.target, "__name__", "") == "with_effects":
-            return (
-                f"{node.args[1]} has effects that must keep their order, which is not supported; "
-                "torch.linalg's functions ending in _ex have none"
-            )
-    return (
-        "inputs that share memory with each other and are changed in place are not supported: "
-        "clone them before the call"
-    )
-
-
 def _idle(parameter: Tensor, name: Name) -> Parameter:
     return Parameter(
         path=name.path,
@@ -406,6 +393,12 @@ def _boxed(function: Boxed) -> Boxed:
 
 def _is_tangent(node: fx.Node) -> bool:
     return node.name.startswith("tangents_")
+
+
+def _is_ours(node: fx.Node) -> bool:
+    """Whether AOTAutograd added a placeholder: a tangent, or a token that keeps operators with
+    effects (the error checks of torch.linalg) in their order."""
+    return _is_tangent(node) or type(node.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
 
 
 def _order_phases(module: fx.GraphModule, *, trains: bool) -> Callable[[], Any]:
@@ -441,8 +434,9 @@ def _order_phases(module: fx.GraphModule, *, trains: bool) -> Callable[[], Any]:
 
 def tangent_outputs(step: StepGraph) -> tuple[int | None, ...]:
     """For every tangent, the forward output it belongs to; None where unknown."""
-    outputs = step.output.meta.get("desc") or []
-    positions = {desc: index for index, desc in enumerate(outputs[: step.forward_outputs])}
+    described = (step.output.meta.get("desc") or [])[: step.forward_outputs]
+    outputs = [desc for desc in described if type(desc).__name__ != "ForwardTokenAOTOutput"]
+    positions = {desc: index for index, desc in enumerate(outputs)}
     return tuple(
         positions.get(getattr(node.meta.get("desc"), "output", None))
         for node in step.nodes

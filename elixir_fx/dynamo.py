@@ -37,13 +37,28 @@ class ForwardError(CaptureError):
     """The model's own forward raised while it was captured; run it to see what."""
 
 
-def loggers() -> set[Any]:
+class _Functions(dict[str, None]):
+    """A collection of functions for Dynamo's settings, which torch 2.11 writes to its log as
+    JSON: there it is an empty object, where a set would be an error."""
+
+    def __init__(self, functions: Sequence[Any]) -> None:
+        super().__init__()
+        self.functions = functions
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.functions)
+
+    def __contains__(self, function: object) -> bool:
+        return function in self.functions
+
+
+def loggers() -> _Functions:
     """Methods of loggers that a capture may skip: what they print is no part of a step.
     Libraries add their own, `warning_once`, to the class when they are imported."""
     names = ("debug", "info", "warning", "warn", "error", "critical", "exception", "log")
     methods = vars(logging.Logger).items()
-    found = {method for name, method in methods if name.removesuffix("_once") in names}
-    return found | set(torch._dynamo.config.ignore_logging_functions)
+    found = [method for name, method in methods if name.removesuffix("_once") in names]
+    return _Functions([*found, *torch._dynamo.config.ignore_logging_functions])
 
 
 def refused(error: ElixirError) -> BaseException:

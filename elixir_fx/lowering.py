@@ -6,7 +6,7 @@ every later graph gets a schedule for that layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from elixir_fx.facts import Facts, OptimizerFacts, Parameter, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
-from elixir_fx.plan import Limits, Plan, Schedule
+from elixir_fx.plan import Layout, Limits, Plan, Schedule
 from elixir_fx.planner import Formulas, Values, at, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
@@ -77,6 +77,8 @@ class Lowering:
             self.plan = self.options.plan or self.first_plan(step)
         known = {entry.key: entry for entry in self.plan.schedules}
         if step.key not in known:
+            if self.plan.layout.keeps_all:
+                self.plan = replace(self.plan, layout=_thawed(self.plan.layout, step.parameters))
             _check_belongs(self.plan, step.parameters)
             made = self.schedule(step.facts())
             self.plan = self.plan.with_schedule(made)
@@ -167,6 +169,17 @@ def _calls(specs: Mapping[str, fx.Node]) -> Iterator[tuple[str, Callable[[], obj
         call = sample_call(node.target, map_arg((node.args, node.kwargs), value), number)  # type: ignore[arg-type]
         if call is not None:
             yield key, call
+
+
+def _thawed(layout: Layout, parameters: tuple[Parameter, ...]) -> Layout:
+    """A layout in which everything stays, with the chunks marked trainable that hold a parameter
+    that learns now: nothing moves, but gradients and states take memory."""
+    learning = {parameter.path for parameter in parameters if parameter.trainable}
+    chunks = tuple(
+        replace(c, trainable=c.trainable or any(piece.path in learning for piece in c.slices))
+        for c in layout.chunks
+    )
+    return replace(layout, chunks=chunks)
 
 
 def _check_belongs(plan: Plan, parameters: tuple[Parameter, ...]) -> None:

@@ -144,10 +144,10 @@ class StepGraph:
     @cached_property
     def symbols(self) -> tuple[tuple["Dimension", sympy.Symbol], ...]:
         """The dynamic dimensions: where to read them from a call's inputs, and their symbols."""
-        placeholders = [node for node in self.nodes if node.op == "placeholder"]
+        placeholders = {node.name: node for node in self.nodes if node.op == "placeholder"}
         found: dict[sympy.Symbol, Dimension] = {}
-        for place, node in enumerate(placeholders[: len(self.inputs)]):
-            for kind, index, size in _sizes(value(node)):
+        for place, item in enumerate(self.inputs):
+            for kind, index, size in _sizes(value(placeholders[item.node])):
                 formula = expression(size)
                 if isinstance(formula, sympy.Symbol):
                     found.setdefault(formula, Dimension(place, kind, index))

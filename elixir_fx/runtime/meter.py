@@ -27,6 +27,8 @@ class DeviceMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     entered again.
     """
 
+    supports_higher_order_operators = True  # they pass by; what is in them is counted
+
     def __init__(self, limit_bytes: int | None = None, base_bytes: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit_bytes = limit_bytes

@@ -245,8 +245,10 @@ class AwayTensor(Tensor):
             "with .clone(), or use elixir_fx.full_parameters(model)"
         )
 
-    def untyped_storage(self) -> NoReturn:
-        self.data_ptr()
+    def untyped_storage(self) -> torch.UntypedStorage:
+        if torch._guards.TracingContext.try_get() is None:
+            self.data_ptr()
+        return super().untyped_storage()  # a capture describes p.grad, and reads nothing
 
     def storage(self) -> NoReturn:
         self.data_ptr()
