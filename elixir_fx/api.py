@@ -18,6 +18,7 @@ from elixir_fx.errors import ElixirError
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.module import ElixirModule
 from elixir_fx.plan import Plan
+from elixir_fx.regions import session_of
 from elixir_fx.runtime import checkpoint
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.materialize import is_meta
@@ -181,6 +182,11 @@ def _check_model(model: nn.Module) -> None:
         isinstance(parameter, AwayParameter) for parameter in model.parameters()
     ):
         raise ElixirError("this model is compiled already; compile a model once")
+    if session_of(list(model.parameters())) is not None:
+        raise ElixirError(
+            "regions of this model are compiled with backend='elixir_fx' already: use one of the "
+            "two, or a copy.deepcopy(model), which is plain"
+        )
     wrapper = type(model).__name__
     if wrapper in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
         raise ElixirError(

@@ -35,7 +35,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elixir_fx.codegen import Halves
-from elixir_fx.dynamo import as_in_eager, capture_error, data_dependent_error, loggers, refused
+from elixir_fx.dynamo import (
+    as_in_eager,
+    capture_error,
+    data_assigned_error,
+    data_dependent_error,
+    loggers,
+    refused,
+)
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
 from elixir_fx.step import STEP_NAME, Dimension, Input, StepGraph, mark, span
@@ -200,6 +207,10 @@ def compile_graph(
             )(as_in_eager(module, dynamic), list(inputs))
     except ElixirError as error:
         raise refused(error) from None
+    except AssertionError as error:
+        if "set_" not in str(error):
+            raise
+        raise refused(data_assigned_error(alive.title)) from None
     return compilation.guarded(compiled, otherwise)
 
 
@@ -293,6 +304,7 @@ class _Compilation:
 
     def lower(self, module: fx.GraphModule, forward_outputs: int, *, trains: bool) -> None:
         fake_mode = _order_phases(module, trains=trains)
+        _fill_in_place(module)
         self.step = StepGraph(
             module=module,
             faking=fake_mode,
@@ -430,6 +442,20 @@ def _order_phases(module: fx.GraphModule, *, trains: bool) -> Callable[[], Any]:
     if fake_mode is None:
         fake_mode = torch._subclasses.fake_tensor.FakeTensorMode()
     return lambda: fake_mode
+
+
+def _fill_in_place(module: fx.GraphModule) -> None:
+    """Dropout's mask again as eager draws it: into memory that lies as the input does. Tracing
+    makes `empty_like(x).bernoulli_(p)` a bernoulli that returns contiguous memory, and numbers
+    are drawn in the order of memory."""
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is not aten.bernoulli.p or not isinstance(node.args[0], fx.Node):
+            continue
+        memory = node.args[0]
+        if memory.target is aten.empty_like.default and len(memory.users) == 1:
+            node.target = aten.bernoulli_.float
+            node.meta["val"] = memory.meta["val"]
 
 
 def tangent_outputs(step: StepGraph) -> tuple[int | None, ...]:

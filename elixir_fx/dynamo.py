@@ -163,6 +163,14 @@ def _where(error: Exception) -> str:
     return f"{frame.filename}:{frame.lineno}" if frame else "unknown line"
 
 
+def data_assigned_error(title: str) -> CaptureError:
+    """A forward that puts another tensor in the place of one."""
+    return CaptureError(
+        f"{title}: its forward assigns to the .data of a tensor, which cannot be captured: write "
+        "`with torch.no_grad(): p.copy_(...)`"
+    )
+
+
 def data_dependent_error(model: nn.Module, error: GuardOnDataDependentSymNode) -> CaptureError:
     """A branch or size that depends on the value of a tensor, in the user's words."""
     where = _where(error)

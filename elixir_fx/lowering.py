@@ -88,8 +88,8 @@ class Lowering:
         saved = sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION)
         remember(self.saved_bytes, step.key, saved, KEPT)
         if step.symbols:
-            formulas = Formulas(
-                symbols=tuple(symbol for _, symbol in step.symbols),
+            formulas = Formulas.over(
+                tuple(symbol for _, symbol in step.symbols),
                 storages=step.storage_formulas,
                 nodes=step.node_formulas,
             )

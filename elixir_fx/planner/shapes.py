@@ -35,6 +35,22 @@ class Formulas:
     def _distinct(self) -> list[sympy.Expr]:
         return list(dict.fromkeys([*self.storages.values(), *self.nodes.values()]))
 
+    @staticmethod
+    def over(
+        symbols: tuple[sympy.Symbol, ...],
+        *,
+        storages: Mapping[str, sympy.Expr],
+        nodes: Mapping[str, sympy.Expr],
+    ) -> "Formulas":
+        """The formulas that these symbols settle. Others, such as the memory around an input
+        that is a view, keep the number of the captured call."""
+        known = set(symbols)
+
+        def settled(formulas: Mapping[str, sympy.Expr]) -> dict[str, sympy.Expr]:
+            return {name: f for name, f in formulas.items() if f.free_symbols <= known}
+
+        return Formulas(symbols=symbols, storages=settled(storages), nodes=settled(nodes))
+
     def numbers(self, values: Values) -> dict[sympy.Expr, int]:
         """Every expression's value."""
         given = dict(zip(self.symbols, map(sympy.Integer, values), strict=True))

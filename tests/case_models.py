@@ -1,0 +1,165 @@
+"""What the tests in tests/cases share: the ways a case is run, and small models.
+
+    @EVERY_WAY
+    def test_a_case(way: Way, tmp_path: Path) -> None:
+        pair = pair_of(way, mlp, [(randn(4, 32),)], tmp_path)
+        pair.train(2)
+        pair.check()
+
+runs through both entry points, each with memory to spare (nothing moves) and under the smallest
+budget with a disk.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import Batch, MakeOptimizer
+from pairs import SPARE, Entry, Pair, tight
+from torch import Tensor, nn
+from torch.nn import functional
+
+import elixir_fx
+
+
+@dataclass(frozen=True)
+class Way:
+    """An entry point, "compile" or "backend", and a budget, "spare" or "tight"."""
+
+    entry: Entry
+    budget: str
+
+    def __str__(self) -> str:
+        return f"{self.entry}-{self.budget}"
+
+
+ENTRIES: tuple[Entry, ...] = ("compile", "backend")
+has_backend = "elixir_fx" in torch._dynamo.list_backends(exclude_tags=None)
+needs_backend = pytest.mark.skipif(not has_backend, reason="the backend is not registered yet")
+
+
+def ways(*budgets: str) -> list[Any]:
+    """Parameters of a test: both entry points, with each of these budgets."""
+    return [
+        pytest.param(
+            Way(entry, budget),
+            id=f"{entry}-{budget}",
+            marks=[needs_backend] if entry == "backend" else [],
+        )
+        for entry in ENTRIES
+        for budget in budgets
+    ]
+
+
+EVERY_WAY = pytest.mark.parametrize("way", ways("spare", "tight"))
+WHEN_TIGHT = pytest.mark.parametrize("way", ways("tight"))
+WHEN_SPARE = pytest.mark.parametrize("way", ways("spare"))
+
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Equal numbers for equal arguments."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def token_ids(*shape: int, below: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW that shows at once whether a parameter was stepped that should not be."""
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2)
+
+
+def pair_of(
+    way: Way,
+    build: Callable[[], nn.Module],
+    batches: Sequence[Batch],
+    folder: Path,
+    make_optimizer: MakeOptimizer = decayed,
+    room: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+) -> Pair:
+    """`room`: how much more than the smallest budget, as a share, for later graphs that need
+    more than the first. `options` replace those that the budget would give."""
+    if options is None:
+        options = dict(SPARE)
+        if way.budget == "tight":
+            options = tight(build, batches[0], folder)
+            options["memory"] += int(room * options["memory"])
+    if way.entry == "backend":
+        torch._dynamo.reset()  # else code that many tests share runs in eager after 8 captures
+    return Pair(build, batches, options, make_optimizer, entry=way.entry)
+
+
+def gathered_blocks(pair: Pair) -> int:
+    """How many chunks lie in the gather cache of a model of compile(); 0 between steps."""
+    return len(pair.ours.net._session.engine.cache.gathered)
+
+
+# -- models that several files use -----------------------------------------------------------
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+class Adapters(nn.Module):
+    """Frozen blocks, an adapter of rank 2 after each."""
+
+    def __init__(self, blocks: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Linear(width, width).requires_grad_(False) for _ in range(blocks)
+        )
+        self.down = nn.ModuleList(nn.Linear(width, 2, bias=False) for _ in range(blocks))
+        self.up = nn.ModuleList(nn.Linear(2, width, bias=False) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, down, up in zip(self.blocks, self.down, self.up, strict=True):
+            x = (block(x) + up(down(x))).tanh()
+        return x
+
+
+class Tokens(nn.Module):
+    """Ids of below 50 -> the loss of guessing them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 32)
+        self.body = nn.Linear(32, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.cross_entropy(self.body(self.table(ids)).flatten(0, 1), ids.flatten())
+
+
+class Branches(nn.Module):
+    """One of two ways, as the caller says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, use_b: bool) -> Tensor:
+        return self.c(self.b(x) if use_b else self.a(x))
+
+
+class BothWays(nn.Module):
+    """Two outputs, each with its own layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.a(x), self.b(x)
+
+
+def compile_spare(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    return elixir_fx.compile(model, optimizer, **SPARE)
