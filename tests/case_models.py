@@ -37,18 +37,12 @@ class Way:
 
 
 ENTRIES: tuple[Entry, ...] = ("compile", "backend")
-has_backend = "elixir_fx" in torch._dynamo.list_backends(exclude_tags=None)
-needs_backend = pytest.mark.skipif(not has_backend, reason="the backend is not registered yet")
 
 
 def ways(*budgets: str) -> list[Any]:
     """Parameters of a test: both entry points, with each of these budgets."""
     return [
-        pytest.param(
-            Way(entry, budget),
-            id=f"{entry}-{budget}",
-            marks=[needs_backend] if entry == "backend" else [],
-        )
+        pytest.param(Way(entry, budget), id=f"{entry}-{budget}")
         for entry in ENTRIES
         for budget in budgets
     ]

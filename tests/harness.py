@@ -21,8 +21,8 @@ from torch import Tensor, nn
 import elixir_fx
 from elixir_fx import planner
 from elixir_fx.config import read_options
-from elixir_fx.plan import Limits, Plan
 from elixir_fx.guarded import GuardedSession
+from elixir_fx.plan import Limits, Plan
 from elixir_fx.units import GIB
 
 Batch = tuple[Any, ...] | dict[str, Any]

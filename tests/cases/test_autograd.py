@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_models import EVERY_WAY, WHEN_TIGHT, Way, gathered_blocks, mlp, pair_of, randn
+from case_models import WHEN_TIGHT, Way, gathered_blocks, mlp, pair_of, randn
 from harness import Batch
 from pairs import Side
 from torch import Tensor, nn
@@ -156,7 +156,7 @@ INSIDE: dict[str, Callable[[Layers, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", INSIDE)
-@EVERY_WAY
+@WHEN_TIGHT
 def test_inside(way: Way, name: str, tmp_path: Path) -> None:
     batches: list[Batch] = [(X,), (randn(4, 32, seed=1),)]
     pair = pair_of(way, lambda: Layers(INSIDE[name]), batches, tmp_path, room=0.3)
@@ -257,7 +257,7 @@ LOOPS = [halves, for_some, penalised, several_at_once, saved_elsewhere, packed, 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("use", LOOPS, ids=lambda use: use.__name__)
-@EVERY_WAY
+@WHEN_TIGHT
 def test_in_the_loop(way: Way, use: Callable[[Side], Any], tmp_path: Path) -> None:
     pair = pair_of(way, mlp, [(X,)], tmp_path, room=0.5)
     pair.train(1)

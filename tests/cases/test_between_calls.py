@@ -14,7 +14,6 @@ from case_models import (
     Way,
     gathered_blocks,
     mlp,
-    needs_backend,
     pair_of,
     randn,
 )
@@ -270,7 +269,6 @@ def test_hooks_come_and_go(way: Way, name: str, tmp_path: Path) -> None:
             pair.check()
 
 
-@needs_backend
 def test_the_backend_warns_of_hooks_that_it_does_not_see(tmp_path: Path) -> None:
     pair = pair_of(Way("backend", "spare"), mlp, [(X,)], tmp_path)
     pair.train(1)
@@ -303,7 +301,6 @@ def test_a_hook_on_what_is_not_in_the_loss(way: Way, tmp_path: Path) -> None:
     assert pair.ours.log == ["a"]
 
 
-@needs_backend
 def test_thawing_is_refused(tmp_path: Path) -> None:
     """By the backend, where something is away: a layout cannot change in the middle of a step."""
     pair = pair_of(Way("backend", "tight"), mlp, [(X,)], tmp_path)

@@ -299,7 +299,7 @@ LOW: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LOW)
-@EVERY_WAY
+@WHEN_TIGHT
 def test_low_precision(way: Way, name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """What AOTAutograd decomposes otherwise than eager rounds otherwise."""
 

@@ -91,7 +91,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], list[Batch]]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@EVERY_WAY
+@WHEN_TIGHT
 def test_forms(way: Way, form: str, tmp_path: Path) -> None:
     read, batches = FORMS[form]
     pair = pair_of(way, lambda: Takes(read), batches, tmp_path, room=0.5)

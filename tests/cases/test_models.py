@@ -4,7 +4,6 @@ and equal plain PyTorch bit for bit."""
 from pathlib import Path
 
 import pytest
-import torch
 from harness import Batch
 from pairs import Entry, Pair, memory_needed
 from zoo import ZOO
@@ -23,13 +22,9 @@ REFUSED = {
 # A budget for the backend where no capture can say how much is needed.
 ENOUGH = {"mixtral_balanced": 16 * MIB}
 
-BACKEND = pytest.mark.skipif(
-    "elixir_fx" not in torch._dynamo.list_backends(exclude_tags=None),
-    reason="the backend is not registered: pip install -e .",
-)
 CALLS = [
     *(pytest.param(name, "compile") for name in ZOO if name not in REFUSED),
-    *(pytest.param(name, "backend", marks=BACKEND) for name in ZOO),
+    *(pytest.param(name, "backend") for name in ZOO),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_models import EVERY_WAY, WHEN_SPARE, Way, mlp, pair_of, randn
+from case_models import EVERY_WAY, WHEN_SPARE, WHEN_TIGHT, Way, mlp, pair_of, randn
 from harness import Batch
 from pairs import Side
 from torch import Tensor, nn
@@ -157,7 +157,7 @@ STATES = [
 
 
 @pytest.mark.parametrize("kind", STATES)
-@EVERY_WAY
+@WHEN_TIGHT
 def test_state(way: Way, kind: type[Base], tmp_path: Path) -> None:
     pair = pair_of(way, kind, BATCHES, tmp_path, room=0.3)
     pair.train(3)
@@ -249,7 +249,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@EVERY_WAY
+@WHEN_TIGHT
 def test_random_numbers(way: Way, name: str, tmp_path: Path) -> None:
     """The same numbers, and as many: what the caller draws after a step is equal, too."""
     pair = pair_of(way, lambda: Draws(DRAWS[name]), BATCHES, tmp_path)
