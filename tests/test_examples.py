@@ -24,6 +24,15 @@ def test_quickstart_prints_losses_and_the_graph(tmp_path: Path) -> None:
     assert "torch.ops.elixir.gather" in text
 
 
+def test_graph_breaks_trains_in_several_regions(tmp_path: Path) -> None:
+    text = run("graph_breaks.py", folder=tmp_path)
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", text)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "final after 3 regions" in text
+    assert float(re.search(r"disk_read_bytes ([\d.]+) MiB", text).group(1)) > 0
+
+
 SMALL = ["--layers=2", "--width=256", "--seq=32", "--batch=2", "--steps=4"]  # state: 26 MiB
 
 
