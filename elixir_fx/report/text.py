@@ -167,7 +167,8 @@ def _memory_text(plan: Plan) -> str:
         staging = f"staging {sizes(layout.staging_bytes)}" if layout.staging_bytes else ""
         rows.append(("host", _peak(plan, "peak_host_bytes"), limits.host, staging))
     if limits.disk:
-        rows.append(("disk", layout.disk_bytes, limits.disk, ""))
+        mapped = f"of that mapped {sizes(layout.mapped_bytes)}" if layout.mapped_bytes else ""
+        rows.append(("disk", layout.disk_bytes, limits.disk, mapped))
     return _table(
         ("memory", "planned", "budget", "used", ""),
         (
