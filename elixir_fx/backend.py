@@ -17,7 +17,7 @@ from elixir_fx.errors import ElixirError
 from elixir_fx.plan import Plan
 from elixir_fx.regions import RegionSession, session_of
 from elixir_fx.runtime.materialize import is_meta
-from elixir_fx.runtime.parameters import AwayParameter
+from elixir_fx.runtime.parameters import AwayParameter, AwayTensor
 from elixir_fx.step import Record
 
 OF_COMPILE = ("init", "weights", "plan")  # options that only elixir_fx.compile() has
@@ -71,10 +71,12 @@ def _session(
     model, optimizer = options.pop("model", None), options.pop("optimizer", None)
     read = _read(options)
     named = list(named_parameters_of(region, inputs))
-    _check(model, optimizer, read, named)
+    _check(model, optimizer, read)
     known = list(model.parameters()) if model is not None else []
     if optimizer is not None:
         known += [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(tensor, (AwayParameter, AwayTensor)) for tensor in (*known, *inputs)):
+        raise ElixirError("this model is compiled already, by elixir_fx.compile()")
     found = session_of([*known, *(parameter for _, parameter in named)])
     if found is not None:
         return found
@@ -90,12 +92,7 @@ def _read(options: Mapping[str, Any]) -> Options:
     return read_options(options, "the backend", OF_BACKEND)
 
 
-def _check(
-    model: object,
-    optimizer: object,
-    options: Options,
-    named: Sequence[tuple[str, nn.Parameter]],
-) -> None:
+def _check(model: object, optimizer: object, options: Options) -> None:
     if model is not None and not isinstance(model, nn.Module):
         raise ElixirError(f"options['model'] is a {type(model).__name__}, not an nn.Module")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -104,8 +101,6 @@ def _check(
         )
     if isinstance(model, nn.Module) and is_meta(model):
         raise ElixirError("options['model'] is on meta: the backend trains models that have values")
-    if any(isinstance(parameter, AwayParameter) for _, parameter in named):
-        raise ElixirError("this model is compiled already, by elixir_fx.compile()")
     if model is None and optimizer is None and (options.memory or options.disk):
         raise ElixirError(
             "options has a budget but neither 'model' nor 'optimizer': give the model, so that "

@@ -175,7 +175,7 @@ def _counted(capture: Capture, owner: Owner) -> Callable[..., Any]:
 
 
 def compile_graph(
-    owner: "weakref.ref[Owner]",
+    owner: Callable[[], Owner | None],
     module: fx.GraphModule,
     inputs: Sequence[Any],
     otherwise: Callable[..., Any] | None,
@@ -183,7 +183,8 @@ def compile_graph(
     """Dynamo's graph in, the function that its code calls out.
 
     `otherwise` runs where a parameter was frozen or thawed and no guard noticed; None captures
-    the model again. The function does not keep `owner` alive.
+    the model again. `owner` is a weak reference where something else keeps the owner alive:
+    Dynamo keeps the function where no garbage collector looks.
     """
     alive = _alive(owner)
     parameters, buffers = list(alive.parameters()), list(alive.buffers())
@@ -214,7 +215,7 @@ def compile_graph(
     return compilation.guarded(compiled, otherwise)
 
 
-def _alive(owner: "weakref.ref[Owner]") -> Owner:
+def _alive(owner: Callable[[], Owner | None]) -> Owner:
     found = owner()
     if found is None:
         raise ElixirError("this step's model was deleted: keep the compiled model alive")
@@ -267,7 +268,7 @@ def _names(
 class _Compilation:
     """One graph on its way through AOTAutograd."""
 
-    owner: "weakref.ref[Owner]"
+    owner: Callable[[], Owner | None]
     title: str
     names: Mapping[int, Name]
     parameters: tuple[nn.Parameter, ...]
@@ -286,10 +287,33 @@ class _Compilation:
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
-        context = torch._guards.TracingContext.try_get()
-        if context is not None and context.fw_metadata is not None:
-            context.fw_metadata.bw_donated_idxs = []  # None forbids retain_graph
+        metadata = self.metadata()
+        if metadata is not None:
+            metadata.bw_donated_idxs = []  # None forbids retain_graph
+            self.check_changed_inputs(metadata.input_info)
         return _boxed(self.lowered.forward)
+
+    def metadata(self) -> Any:
+        """What AOTAutograd knows of the graph under way."""
+        context = torch._guards.TracingContext.try_get()
+        return context.fw_metadata if context is not None else None
+
+    def check_changed_inputs(self, infos: Sequence[Any]) -> None:
+        """CaptureError where an input that the forward changes shares memory with another: what
+        the backward needs of that one would be lost."""
+        changed = [index for index, info in enumerate(infos) if info.mutates_data]
+        tensors = {
+            index: given.untyped_storage().data_ptr()
+            for index, given in enumerate(self.inputs)
+            if isinstance(given, Tensor) and given.layout is torch.strided and given.numel()
+        }
+        for index in changed:
+            address = tensors.get(index)
+            if address and list(tensors.values()).count(address) > 1:
+                raise CaptureError(
+                    f"{self.title}: an input that forward changes in place shares memory with "
+                    "another input: clone one of them before the call"
+                )
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None

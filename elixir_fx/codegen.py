@@ -181,7 +181,10 @@ def executable(half: fx.GraphModule) -> Executable:
             assert owner is not None
             known[node] = _write_into_block(graph, owner, node, known)
         else:
-            known[node] = graph.node_copy(node, known.__getitem__)
+            known[node] = copied = graph.node_copy(node, known.__getitem__)
+            if node.target is torch.ops.aten.view.default:
+                # Some operators lay their results out otherwise than their fakes say.
+                copied.target = torch.ops.aten.reshape.default
         for last in dying.get(node, ()):
             graph.call_method("give", (owner, known[last]))
     if owner is not None and not owner.users:

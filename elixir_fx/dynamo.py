@@ -90,6 +90,9 @@ def named_parameters_of(
             yield ".".join(steps) or node.name, given
 
 
+WITHOUT_SIZES = ("dropout", "interpolate")  # in names of operators that take symbolic sizes
+
+
 class _AsInEager:
     """An operator called without the Python dispatcher, whose decompositions of dropout,
     interpolate and others round differently from the C++ ones that eager PyTorch runs."""
@@ -106,8 +109,8 @@ class _AsInEager:
 def as_in_eager(module: fx.GraphModule, dynamic: bool) -> fx.GraphModule:
     """Dynamo's graph with its operators called as eager calls them.
 
-    Symbolic sizes need the Python dispatcher: where there are any, only dropout, which does not
-    look at sizes, goes without.
+    Symbolic sizes need the Python dispatcher: where there are any, only operators go without
+    that can do so.
     """
     graph = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
@@ -118,7 +121,7 @@ def as_in_eager(module: fx.GraphModule, dynamic: bool) -> fx.GraphModule:
             copy.target = _AsInEager(_method(str(node.target)))
         elif node.op == "call_function" and not isinstance(node.target, HigherOrderOperator):
             name = getattr(node.target, "__name__", "")
-            if not dynamic or "dropout" in name:
+            if not dynamic or any(word in name for word in WITHOUT_SIZES):
                 copy.target = _AsInEager(node.target)
     made = fx.GraphModule(module, graph)
     made.meta = module.meta

@@ -26,10 +26,9 @@ from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError, 
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.disk import Files
-from elixir_fx.runtime.engine import Engine
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
-from elixir_fx.runtime.migrate import migrate
+from elixir_fx.runtime.migrate import Migration
 from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.tracing import calls_through, plain
 from elixir_fx.session import Session, ordinary_state_bytes, trained
@@ -213,47 +212,43 @@ class GuardedSession(Session):
     def _plan_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """A new layout for a training call that the one in force is too small for, between steps:
         a batch larger than the first. Whether there is one; nothing has changed otherwise."""
-        old, plan, optimizer = self.engine, self.plan, None
+        old, plan, binding = self.engine, self.plan, self.binding
         assert old is not None
         if self.pending or self.options.plan is not None or not torch.is_grad_enabled():
             return False
-        if self.binding is not None:
-            optimizer = self.binding.optimizer
         self._capture.forget()  # its graphs have nodes of the old layout
         self.lowering.forget()
-        with self.progress, torch.inference_mode(False), torch.no_grad():
-            try:
+        new, migration = None, None
+        try:
+            with self.progress, torch.inference_mode(False), torch.no_grad():
                 with plain(old.entries), torch.enable_grad():
                     self._capture_only(args, kwargs)
+                self.progress("moving the training state: this call needs another layout")
                 old.lend_arena()
-                new = self._moved(old, optimizer)
-            except (PlanError, TierError):
-                self._capture.forget()
-                self.lowering.forget()
-                self.lowering.plan = plan
-                old.take_arena()
+                new = self.make_engine()
+                if self.machine.unified and not new.layout.keeps_all:
+                    bound_heap()
+                migration = Migration(old, new, binding.optimizer if binding else None)
+                migration.run()
+        except BaseException as error:
+            if migration is not None:
+                migration.undo()
+            if new is not None:
+                new.close()
+            self._capture.forget()
+            self.lowering.forget()
+            self.lowering.plan = plan
+            old.take_arena()
+            if isinstance(error, (PlanError, TierError)):
                 return False
+            raise
+        migration.commit()
         old.close()
-        if self.binding is not None and optimizer is not None:
-            self.binding.engine = new
-            self.binding.adopt_all()
-            new.state_bytes = partial(ordinary_state_bytes, optimizer)
+        if binding is not None:
+            binding.engine = new
+            new.state_bytes = partial(ordinary_state_bytes, binding.optimizer)
         self.start(new)
         return True
-
-    def _moved(self, old: Engine, optimizer: torch.optim.Optimizer | None) -> Engine:
-        """An engine for the plan in force, with the training state of `old`."""
-        self.progress("moving the training state: this call needs another layout")
-        new = self.make_engine()
-        if self.machine.unified and not new.layout.keeps_all:
-            bound_heap()
-        try:
-            migrate(old, new, optimizer)
-        except TierError:
-            migrate(new, old, optimizer)
-            new.close()
-            raise
-        return new
 
     def lower(self, step: StepGraph) -> Lowered:
         lowered = super().lower(step)

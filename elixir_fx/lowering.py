@@ -36,6 +36,14 @@ MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What a forward leaves for its backward: bytes, and the parameters that this will train."""
+
+    nbytes: int
+    trained: frozenset[str]
+
+
 @dataclass(kw_only=True, eq=False)
 class Lowering:
     """What lowering one model's steps needs to know, and the plan that grows with them."""
@@ -51,7 +59,7 @@ class Lowering:
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
     sparse: set[str] = field(default_factory=set)  # parameters whose gradients are sparse
     latest: Facts | None = None  # of the step that was decided last
-    saved_bytes: dict[str, int] = field(default_factory=dict)  # for the backward, by graph's key
+    saved: dict[str, Saved] = field(default_factory=dict)  # for the backward, by graph's key
     dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
     admitted: dict[tuple[str, Values], int] = field(default_factory=dict)  # -> bytes of outputs
 
@@ -85,8 +93,10 @@ class Lowering:
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
         self.latest = facts = step.facts()
-        saved = sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION)
-        remember(self.saved_bytes, step.key, saved, KEPT)
+        self.saved[step.key] = Saved(
+            nbytes=sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION),
+            trained=frozenset(p.path for p in facts.parameters if p.gradient is not None),
+        )
         if step.symbols:
             formulas = Formulas.over(
                 tuple(symbol for _, symbol in step.symbols),

@@ -78,7 +78,9 @@ class RegionSession(Session):
     def compile(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """One region, as Dynamo calls it, for these very parameters."""
         guard_identity(region)
-        return compile_graph(weakref.ref(self), region, inputs, otherwise=region)
+        kept = any(True for _ in self.model.parameters())  # by them
+        owner = weakref.ref(self) if kept else lambda: self
+        return compile_graph(owner, region, inputs, otherwise=region)
 
     # -- the owner of captured graphs --------------------------------------------------------
 
@@ -96,24 +98,14 @@ class RegionSession(Session):
             self._make_engine()
         self._check_hooks()
         super().enter(captured, inputs)
+        if self.engine is not None:
+            self.engine.map_again(captured.paths)
         self._held[captured.key] = max(self._held.get(captured.key, 0), self.held_bytes())
 
-    def begin_backward(self) -> str | None:
-        """Gradients of a parameter that another region's backward will add to as well go
-        through autograd, which sums them in eager's order before they are accumulated."""
-        key = super().begin_backward()
-        if key is not None and self.engine is not None:
-            own = self._trained_by(key)
-            others = {pending.key for pending in self.pending} - {key}
-            shared = [own & self._trained_by(other) for other in others]
-            self.engine.reducer.shared = frozenset().union(*shared)
-        return key
-
-    def _trained_by(self, key: str) -> frozenset[str]:
-        facts = self.regions.get(key)
-        if facts is None:
-            return frozenset()
-        return frozenset(p.path for p in facts.parameters if p.gradient is not None)
+    def end_step(self) -> None:
+        if self.plan is not None and self.plan.layout.keeps_all:
+            self._settle()  # no update is streamed that would do it
+        super().end_step()
 
     def _check_hooks(self) -> None:
         """Dynamo does not look at hooks of modules once it has traced them."""

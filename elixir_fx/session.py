@@ -11,6 +11,7 @@ import tempfile
 import threading
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.autograd.graph import Node
 
 from elixir_fx.capture import Captured, Lowered
 from elixir_fx.codegen import (
@@ -33,7 +35,7 @@ from elixir_fx.codegen import (
 from elixir_fx.config import Options, limits
 from elixir_fx.errors import ElixirError, PlanError
 from elixir_fx.facts import OptimizerFacts, Role
-from elixir_fx.lowering import Lowering, compute_device
+from elixir_fx.lowering import Lowering, Saved, compute_device
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.disk import Files
@@ -41,19 +43,21 @@ from elixir_fx.runtime.engine import Engine
 from elixir_fx.runtime.mapped import MappedFile
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
-from elixir_fx.runtime.parameters import AwayTensor
+from elixir_fx.runtime.parameters import AwayTensor, pass_number
 from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.store import Store
 from elixir_fx.step import Record, StepGraph
 
+VIEWS_ABOVE = 3  # nodes that may stand between a result and the captured graph's node
+
 
 class Pending:
     """A forward whose backward has not run: what it saved is in memory."""
 
-    def __init__(self, key: str, nbytes: int) -> None:
-        self.key = key
-        self.nbytes = nbytes
+    def __init__(self, saved: Saved) -> None:
+        self.nbytes = saved.nbytes
+        self.trained = saved.trained
 
 
 class Session:
@@ -90,6 +94,7 @@ class Session:
         self.shown: Halves | None = None  # of the last training capture
         self.history: list[Record] = []  # of the last captured step
         self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
+        self._pass: int | None = None  # the backward pass under way
         self.output_bytes: dict[str, int] = {}  # of the last call, by graph with dynamic sizes
         self._optimizer = None if isinstance(optimizer, str) else optimizer
         self._warned = False
@@ -135,10 +140,10 @@ class Session:
 
     def leave(self, captured: Captured, results: Any) -> None:
         """Learn, when the backward comes, that it does, and which outputs took part in the loss."""
-        node = next((r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn), None)
+        node = _node_of(results)
         if node is None:
             return
-        pending = Pending(captured.key, self.lowering.saved_bytes.get(captured.key, 0))
+        pending = Pending(self.lowering.saved[captured.key])
         self.pending.add(pending)
         session, tangents = weakref.ref(self), captured.tangents
 
@@ -156,14 +161,20 @@ class Session:
 
         node.register_prehook(before_backward)
 
-    def begin_backward(self) -> str | None:
-        """The backward of a captured graph is about to run, on this thread. The graph's key."""
+    def begin_backward(self) -> None:
+        """The backward of a captured graph is about to run, on this thread.
+
+        Gradients of a parameter that several graphs of this pass add to go through autograd,
+        which sums them in eager's order before they are accumulated.
+        """
+        if self.engine is not None and pass_number() != self._pass:
+            self._pass = pass_number()
+            uses = Counter(path for pending in self.pending for path in pending.trained)
+            shared = frozenset(path for path, count in uses.items() if count > 1)
+            self.engine.reducer.shared = shared
         pending: Pending | None = self._local.__dict__.pop("pending", None)
-        if pending is None:
-            return None
-        if not keeps_graph():
+        if pending is not None and not keeps_graph():
             self.pending.discard(pending)
-        return pending.key
 
     def held_bytes(self) -> int:
         """What forwards saved whose backward has not run."""
@@ -228,7 +239,11 @@ class Session:
         self._optimizer = optimizer
         self.binding = bind(optimizer, self.engine)
         self.engine.state_bytes = partial(ordinary_state_bytes, optimizer)
-        self._step_hook = optimizer.register_step_post_hook(lambda *_: self.stats.end_step())
+        self._step_hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
+
+    def end_step(self) -> None:
+        """The bound optimizer has finished a step."""
+        self.stats.end_step()
 
     def _check_planned_for(self, facts: OptimizerFacts) -> None:
         """PlanError for an optimizer that keeps more than the plan has room for."""
@@ -263,6 +278,18 @@ class Session:
         if self.engine is None:
             return sys.maxsize
         return max(0, self.lowering.limits.device - self.engine.constant_bytes())
+
+
+def _node_of(results: Sequence[Any]) -> Node | None:
+    """The node of the captured graph in autograd's graph. Outputs that are views of inputs or of
+    each other have nodes of their own above it."""
+    above = [r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
+    for _ in range(VIEWS_ABOVE):
+        for node in above:
+            if node.name().startswith("CompiledFunction"):
+                return node
+        above = [below for node in above for below, _ in node.next_functions if below is not None]
+    return None
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

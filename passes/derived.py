@@ -8,16 +8,23 @@ reads as reads of the parameter, and split_views, which makes them again, ask he
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 
-from elixir_fx.step import is_backward, operator_name, viewed_input
+from elixir_fx.step import is_backward, operator_name, value, viewed_input
 
+SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 CHEAP = frozenset({"aten::_to_copy", "aten::clone"})
+
+
+def tensor_inputs(node: fx.Node) -> list[fx.Node]:
+    """The inputs of a node that are no sizes."""
+    return [source for source in node.all_input_nodes if not isinstance(value(source), SIZES)]
 
 
 def is_derived(node: fx.Node) -> bool:
     """Whether the node is a view or a cheap copy of its single tensor argument."""
-    if len(node.all_input_nodes) != 1:
+    if len(tensor_inputs(node)) != 1:
         return False
     return viewed_input(node) is not None or operator_name(node) in CHEAP
 

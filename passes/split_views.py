@@ -11,7 +11,7 @@ Law       no value derived from a gathered weight crosses from forward to backwa
 from torch import fx
 
 from elixir_fx.machine import Tier
-from elixir_fx.passes.derived import derived_from_parameters
+from elixir_fx.passes.derived import derived_from_parameters, tensor_inputs
 from elixir_fx.plan import Plan
 from elixir_fx.step import StepGraph, is_backward, mark
 
@@ -44,8 +44,9 @@ def _remade(
 ) -> fx.Node:
     """The backward's own copy of a derived value, made before its first `reader`."""
     if node not in again:
-        source = _remade(graph, node.all_input_nodes[0], reader, again)
+        (origin,) = tensor_inputs(node)
+        source = _remade(graph, origin, reader, again)
         with graph.inserting_before(reader):
-            copy = graph.node_copy(node, lambda _: source)
+            copy = graph.node_copy(node, lambda given: source if given is origin else given)
         again[node] = mark(copy, backward=True)
     return again[node]

@@ -6,7 +6,9 @@ and the first piece has to run before the second is known.
     first    the first region has come: parameters of the whole model are known, activations
              of this region only. Room is left for those to come, in proportion to the bytes
              of parameters that are not read here. If everything fits, everything stays.
-             Otherwise gradients and optimizer states leave, all that can.
+             Otherwise gradients and optimizer states leave, all that can. A first region that
+             does not train, or reads no parameter, says nothing of the step: the thriftiest
+             layout then leaves the most room, unless the state takes less than half of it.
     settle   after the first whole step every region is known: gradients and states come
              home as far as the room goes that the step left. States first: a byte of them
              saves a load and a store in every update, a byte of gradients a store and a load
@@ -23,8 +25,10 @@ from elixir_fx.plan import Chunk, Homes, Layout, Limits, Plan, align
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part, away
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.search import schedule, search
+from elixir_fx.planner.space import Space
 from elixir_fx.units import sizes
 
+STAGING_SHARE = 4  # of the host's memory, one part is for staging
 GRADIENT_BLOCKS = 2  # where gradients leave that the search had kept
 
 
@@ -38,12 +42,16 @@ class Region:
 
 def first(facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, Tier]) -> Plan:
     """The plan when the first region has come. PlanError if that region alone cannot fit."""
-    room = max(0, limits.device - to_come_bytes(facts))
-    try:
-        plan = search(facts, machine, replace(limits, device=room), pins)
-    except PlanError:
-        plan = search(facts, machine, limits, pins)
-    plan = replace(plan, limits=limits)
+    learns = any(parameter.trainable for parameter in facts.parameters)
+    if learns and not (facts.trains and any(p.reads for p in facts.parameters)):
+        plan = _unknown(facts, machine, limits, pins)
+    else:
+        room = max(0, limits.device - to_come_bytes(facts))
+        try:
+            plan = search(facts, machine, replace(limits, device=room), pins)
+        except PlanError:
+            plan = search(facts, machine, limits, pins)
+        plan = replace(plan, limits=limits)
     if plan.layout.keeps_all:
         return plan
     mapped = replace(plan.layout, mapped=machine.unified)
@@ -51,6 +59,25 @@ def first(facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, Tie
     made = schedule(facts, machine, limits, layout)
     notes = ("gradients and optimizer states leave until the first whole step is known",)
     return replace(plan, layout=layout, schedules=(made,), notes=notes)
+
+
+def _unknown(facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, Tier]) -> Plan:
+    """The plan for a model that learns when its first region tells nothing of the step."""
+    space = Space(facts=facts, machine=machine, limits=limits, pins=pins)
+    everything = space.keep_all()
+    if everything is not None:
+        constant = Footprint(facts, everything.layout.chunks).constant(
+            [Homes()] * len(everything.layout.chunks)
+        )
+        if constant <= limits.device // 2 or space.least is None:
+            return space.plan(everything)
+    draft = None
+    if space.least is not None and space.least[0] <= limits.device:
+        choice = space.least[1]
+        draft = space.drafters[choice.chunk_bytes].draft(choice, lambda layout: True)
+    if draft is None:
+        raise PlanError(space.refusal())
+    return space.plan(draft)
 
 
 def settle(plan: Plan, regions: Sequence[Region], machine: Machine) -> Plan:
@@ -108,8 +135,11 @@ def _leaving(layout: Layout, facts: Facts, machine: Machine, limits: Limits) -> 
     the device have no room for that."""
     tiers = away_tiers(machine, limits)
     room = {tier: limits.of(tier) for tier in tiers}
+    staging = 0
+    if Tier.HOST in room and Tier.DISK in room:  # what goes to the disk passes through the host
+        staging = max(layout.staging_bytes, limits.host // STAGING_SHARE)
     if Tier.HOST in room:
-        room[Tier.HOST] -= layout.staging_bytes
+        room[Tier.HOST] -= staging
     footprint = Footprint(facts, layout.chunks)
     chunks: list[Chunk] = []
     used = dict.fromkeys(tiers, 0)
@@ -142,6 +172,7 @@ def _leaving(layout: Layout, facts: Facts, machine: Machine, limits: Limits) -> 
         arena_bytes=max(layout.arena_bytes, layout.gather_bytes + blocks * block, unit),
         host_bytes=used.get(Tier.HOST, 0),
         disk_bytes=used.get(Tier.DISK, 0),
+        staging_bytes=staging if used.get(Tier.DISK) else 0,
     )
     constant = footprint.constant([chunk.homes for chunk in chunks])
     update = footprint.layout_update_bytes(left)

@@ -7,6 +7,7 @@ optimizer asks for homes, update units and ring memory. One engine a model, noth
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from elixir_fx.errors import ElixirError, TierError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Layout, Slice, align
+from elixir_fx.runtime.away import Source
 from elixir_fx.runtime.cache import GatherCache
 from elixir_fx.runtime.gradients import Entry, Reducer
 from elixir_fx.runtime.heap import give_back_pages
@@ -80,8 +82,10 @@ class Engine:
         self._away: dict[nn.Parameter, None] = {}  # in the order in which they left
         self._witness = self._find_witness(parameters)
         self._depth = 0
+        self._sources: weakref.WeakSet[Source] = weakref.WeakSet()
         self._mapped = mapped
         self._mapped_offsets: dict[int, int] = {}
+        self._mapped_views: dict[str, Tensor] = {}  # of the parameters there, by path
         self._mapped_bytes = 0
         self._regions: dict[int, Region] = {}
         self._gradient_regions: dict[int, Region] = {}
@@ -163,6 +167,15 @@ class Engine:
             away(parameter, entry.value)
             self._away[parameter] = None
 
+    def watched(self, source: Source) -> Source:
+        """`source`, noted: what it reads must move or be kept when this engine goes."""
+        self._sources.add(source)
+        return source
+
+    def sources(self) -> list[Source]:
+        """Sources of gradients and states that somebody holds."""
+        return [*self._sources, *self.reducer.sources]
+
     def adopt(self, parameter: nn.Parameter) -> None:
         """A parameter is away already, and its home is the one that this engine gave it."""
         self._away[parameter] = None
@@ -180,15 +193,31 @@ class Engine:
 
     def map_parameters(self) -> None:
         """Make every parameter whose home is the mapped file a tensor over it."""
-        assert isinstance(self.cache, MappedCache)
-        for chunk in self._mapped_offsets:
-            flat = self.cache.flat(chunk)
+        assert self._mapped is not None and isinstance(self.cache, MappedCache)
+        for chunk, start in self._mapped_offsets.items():
             for entry in self._by_chunk[chunk]:
                 piece = entry.piece
-                memory = flat[piece.offset : piece.offset + piece.span]
-                value = memory.as_strided(piece.shape, piece.strides)
-                entry.parameter.data = value.copy_(entry.parameter.data)
+                if piece.span:
+                    offset = start + piece.offset * entry.chunk.itemsize
+                    memory = self._mapped.tensor(offset, entry.dtype, piece.span)
+                    value = memory.as_strided(piece.shape, piece.strides)
+                    entry.parameter.data = value.copy_(entry.parameter.data)
+                    self._mapped_views[entry.path] = value
             self.cache.drop(chunk)
+
+    def map_again(self, paths: Iterable[str]) -> None:
+        """Somebody gave a mapped parameter other memory, by `p.data = x` or `model.to(...)`: its
+        value goes to the file, and it is a tensor over that again."""
+        if self._mapped is None:
+            return
+        for path in paths:
+            parameter = self._owned.get(path)
+            mapped = self._mapped_views.get(path)
+            if parameter is None or mapped is None or parameter.data_ptr() == mapped.data_ptr():
+                continue
+            if parameter.shape == mapped.shape and parameter.dtype == mapped.dtype:
+                with torch.no_grad():
+                    parameter.data = mapped.copy_(parameter.data)
 
     def give_back(self) -> None:
         """Make every parameter an ordinary tensor again, for good."""

@@ -89,6 +89,7 @@ class Reducer:
         self._next = 0
         self._previous: int | None = None
         self._follows: dict[int, int] = {}  # which chunk was reduced after which, last time
+        self.sources: weakref.WeakSet[Source] = weakref.WeakSet()  # of gradients that are away
         self.undefined: frozenset[str] = frozenset()
         self.shared: frozenset[str] = frozenset()  # other graphs add to these in the same pass
         self._pass: int | None = None
@@ -181,6 +182,7 @@ class Reducer:
             if not self.is_home(entry):
                 assert entry.gradient is not None
                 source = Source(entry.gradient)
+                self.sources.add(source)
                 entry.held = weakref.ref(source)
                 entry.parameter.grad = ChunkGradient(source)
 

@@ -43,6 +43,10 @@ class MappedFile:
                 files.close(fd)
         self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
+    def tensor(self, offset: int, dtype: torch.dtype, numel: int) -> Tensor:
+        """A tensor over a part of the file, with a storage of its own, as a parameter has."""
+        return torch.frombuffer(self._mapping, dtype=dtype, offset=offset, count=numel)
+
     def read_ahead(self, offset: int, nbytes: int) -> None:
         """Have pages read before they are needed."""
         self._mapping.madvise(mmap.MADV_WILLNEED, offset, nbytes)
@@ -90,14 +94,16 @@ class MappedCache:
         return self.flat(chunk)
 
     def start(self, chunk: int, offset: int) -> None:
-        """Begin to bring the chunk's pages in."""
-        if chunk not in self._present:
+        """Begin to bring the chunk's pages in, if there is room beside what is in use."""
+        used = sum(self._nbytes(other) for other in self.gathered)
+        if chunk not in self._present and used + self._nbytes(chunk) <= self._gather_bytes:
             self._enter(chunk)
             self._file.read_ahead(self._offsets[chunk], self._nbytes(chunk))
 
     def release(self, chunk: int) -> None:
         """One reader of the chunk is done; its pages go when someone needs the room."""
         self._references[chunk] -= 1
+        self._trim()
 
     def release_all(self) -> None:
         """Drop every reference: a call was cut short by an exception."""
@@ -138,10 +144,14 @@ class MappedCache:
             self._bytes += self._nbytes(chunk)
             self.gathered_bytes += self._chunks[chunk].nbytes
         self._present[chunk] = None
+        self._trim(chunk)
+
+    def _trim(self, besides: int | None = None) -> None:
+        """Drop what was used the longest ago until the rest keeps to its room."""
         for other in list(self._present):
             if self._bytes <= self._gather_bytes:
                 return
-            if other != chunk and not self._references[other]:
+            if other != besides and not self._references[other]:
                 self._leave(other)
 
     def _leave(self, chunk: int) -> None:

@@ -59,6 +59,9 @@ class Engine(Protocol):
     def state_home(self, parameter: nn.Parameter, name: str, like: Tensor) -> Home:
         """The home of a state; allocated at the first call."""
 
+    def watched(self, source: Source) -> Source:
+        """`source`, a new one, which the engine may have to move when its homes change."""
+
     def update_memory(self) -> AbstractContextManager[Tensor]:
         """The arena as bytes, for the time of an update."""
 
@@ -178,10 +181,10 @@ class Binding:
         states = self.optimizer.state[parameter]
         for name, state in states.items():
             at_home = isinstance(state, AwayTensor) and not state.views
-            if _is_elementwise(state, parameter) and not at_home:
+            if is_elementwise(state, parameter) and not at_home:
                 home = self.engine.state_home(parameter, name, state)
                 home.store(state.load() if isinstance(state, AwayTensor) else state)
-                states[name] = AwayTensor(Source(home))
+                states[name] = AwayTensor(self.engine.watched(Source(home)))
 
     def adopt_all(self) -> None:
         """`adopt` for every managed parameter of the optimizer."""
@@ -452,7 +455,7 @@ def _bytes(home: Home) -> int:
     return home.span * home.dtype.itemsize
 
 
-def _is_elementwise(state: Any, parameter: nn.Parameter) -> bool:
+def is_elementwise(state: Any, parameter: nn.Parameter) -> bool:
     """Whether a state goes where the parameter's states go; counters and factors do not."""
     return isinstance(state, Tensor) and state.dim() > 0 and state.shape == parameter.shape
 
