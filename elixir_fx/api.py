@@ -1,7 +1,7 @@
-"""The public functions: compile, plan, full_parameters, save, load.
+"""The public functions: compile, plan, smallest_memory, full_parameters, save, load.
 
 `compile()` checks what it is given and opens a session; everything after that is the five
-verbs, in `capture`, `lowering` and `session`.
+verbs, in `capture`, `lowering` and `guarded`.
 """
 
 from collections.abc import Iterator, Mapping

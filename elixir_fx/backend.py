@@ -22,6 +22,7 @@ from elixir_fx.step import Record
 
 OF_COMPILE = ("init", "weights", "plan")  # options that only elixir_fx.compile() has
 OF_BACKEND = ("model", "optimizer")
+_DELETED = object()  # in the place of one of these that was deleted
 
 
 def elixir_fx(
@@ -57,9 +58,8 @@ def _taken(options: dict[str, Any]) -> dict[str, Any]:
     for name in OF_BACKEND:
         value = values.get(name)
         if isinstance(value, weakref.ref):
-            values[name] = value()
-            if values[name] is None:
-                raise ElixirError(f"options[{name!r}] was deleted")
+            alive = value()
+            values[name] = _DELETED if alive is None else alive
         elif isinstance(value, (nn.Module, torch.optim.Optimizer)):
             options[name] = weakref.ref(value)
     return values
@@ -68,8 +68,9 @@ def _taken(options: dict[str, Any]) -> dict[str, Any]:
 def _session(
     region: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any]
 ) -> RegionSession:
-    model, optimizer = options.pop("model", None), options.pop("optimizer", None)
-    read = _read(options)
+    given = [options.get(name) for name in OF_BACKEND]
+    model, optimizer = (None if value is _DELETED else value for value in given)
+    read = _read({name: value for name, value in options.items() if name not in OF_BACKEND})
     named = list(named_parameters_of(region, inputs))
     _check(model, optimizer, read)
     known = list(model.parameters()) if model is not None else []
@@ -79,7 +80,12 @@ def _session(
         raise ElixirError("this model is compiled already, by elixir_fx.compile()")
     found = session_of([*known, *(parameter for _, parameter in named)])
     if found is not None:
+        if optimizer is not None:
+            found.take(optimizer)
         return found
+    for name in OF_BACKEND:
+        if options.get(name) is _DELETED:
+            raise ElixirError(f"options[{name!r}] was deleted: keep it alive")
     if model is None:
         model = _holding(named, known)
     return RegionSession(model, optimizer, read)
@@ -89,7 +95,10 @@ def _read(options: Mapping[str, Any]) -> Options:
     for name in OF_COMPILE:
         if options.get(name) is not None:
             raise ElixirError(f"option {name!r} belongs to elixir_fx.compile(), not to the backend")
-    return read_options(options, "the backend", OF_BACKEND)
+    read = read_options(options, "the backend", OF_BACKEND)
+    if read.disk_memory is not None and read.disk is None:
+        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
+    return read
 
 
 def _check(model: object, optimizer: object, options: Options) -> None:

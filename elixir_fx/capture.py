@@ -8,8 +8,8 @@ the two halves that code generation split it into. Two entry points come through
 does; `backend` is handed one region after the other by a torch.compile of the user's. Dynamo's
 guards decide which captured graph serves a call. A dimension that changes becomes a symbol.
 
-One of the three files that use underscored torch names (with codegen and runtime.parameters).
-Tried on torch 2.11 and 2.13. What it relies on: Dynamo lifts parameters to graph inputs in
+One of the few files that use underscored torch names (tests/test_layers.py lists them). Tried on
+torch 2.11 and 2.13. What it relies on: Dynamo lifts parameters to graph inputs in
 the order of its placeholders and traces tensors that have no storage; AOTAutograd keeps that
 order, tags joint nodes with their phase and describes tangents by the output they belong to.
 """
@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from elixir_fx.codegen import Halves
+from elixir_fx.codegen import Boxed, Halves
 from elixir_fx.dynamo import (
     as_in_eager,
     capture_error,
@@ -47,7 +47,6 @@ from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
 from elixir_fx.step import STEP_NAME, Dimension, Input, StepGraph, mark, span
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
 GRAPHS = 8  # captured graphs that a model keeps
 
 
@@ -56,7 +55,7 @@ class Lowered:
     """What the rest of the compiler makes of a captured step.
 
     `forward` and `backward` take and return what AOTAutograd's halves do; `backward` is None
-    where nothing trains. `call` wraps the finished function that the model's call reaches.
+    where nothing trains.
     """
 
     halves: Halves
@@ -98,8 +97,8 @@ class Owner(Protocol):
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         """Called once the guards hold, outside of tracing, before anything of the step runs."""
 
-    def leave(self, captured: Captured, results: Any) -> None:
-        """Called with the forward's results."""
+    def leave(self, captured: Captured, inputs: Sequence[Any], results: Any) -> None:
+        """Called with the forward's inputs and results."""
 
 
 class _Stale(BaseException):
@@ -115,7 +114,6 @@ class Capture:
     def __init__(self, model: nn.Module, owner: Owner) -> None:
         self.model = model
         self.graphs = 0
-        self._dynamic: bool | None = None  # as torch.compile means it
         # Code and globals of its own: there Dynamo puts what it made, which dies with the model.
         # A name of its own: by it Dynamo remembers which sizes have changed.
         own = {"__name__": __name__, "__builtins__": builtins}
@@ -379,13 +377,13 @@ class _Compilation:
     ) -> Callable[..., Any]:
         """The function that Dynamo's code calls once the guards hold."""
         owner, step = self.owner, self.step
-        inputs = step.inputs if step is not None else ()
-        learns = [item.trainable if item.role is Role.PARAMETER else None for item in inputs]
+        assert step is not None, "AOTAutograd has called one of the compilers"
+        learns = [item.trainable if item.role is Role.PARAMETER else None for item in step.inputs]
         captured = Captured(
-            key=step.key if step is not None else "",
-            paths=tuple(item.path for item in inputs),
-            sizes=tuple(where for where, _ in step.symbols) if step is not None else (),
-            tangents=tangent_outputs(step) if step is not None else (),
+            key=step.key,
+            paths=tuple(item.path for item in step.inputs),
+            sizes=tuple(where for where, _ in step.symbols),
+            tangents=tangent_outputs(step) if step.trains else (),
         )
         # Neither the joint graph nor the model's tensors are needed any more.
         self.step, self.inputs, self.parameters = None, (), ()
@@ -401,7 +399,7 @@ class _Compilation:
             alive.enter(captured, args)
             results = compiled(*args)
             if captured.tangents:
-                alive.leave(captured, results)
+                alive.leave(captured, args, results)
             return results
 
         return run  # type: ignore[no-any-return]
@@ -527,8 +525,8 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def ordinary_inputs(inputs: Any) -> Any:
-    """Inputs that autograd can work with: inference tensors and tensors on meta become others
-    of the same geometry. For captures that run nothing."""
+    """Inputs that autograd can work with: inference tensors become others of the same geometry.
+    For captures that run nothing."""
 
     def ordinary(value: Any) -> Any:
         if isinstance(value, Tensor) and value.is_inference():

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from elixir_fx.capture import Capture, Captured, Lowered, ordinary_inputs, pretend_on
+from elixir_fx.capture import Capture, Captured, ordinary_inputs, pretend_on
 from elixir_fx.config import Options, limits
 from elixir_fx.dynamo import ForwardError
-from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError, TierError
+from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.disk import Files
@@ -30,9 +30,9 @@ from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
 from elixir_fx.runtime.migrate import Migration
 from elixir_fx.runtime.probe import probe
+from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.tracing import calls_through, plain
 from elixir_fx.session import Session, ordinary_state_bytes, trained
-from elixir_fx.step import StepGraph
 
 
 @contextmanager
@@ -63,12 +63,9 @@ class GuardedSession(Session):
         files: Files | None = None,
     ) -> None:
         super().__init__(model, optimizer, options, files)
-        self.model: nn.Module = model
-        self._facts: Facts | None = None  # of the first captured step, if they are asked for
-        self._wants_facts = False
         self.is_full = False  # within full_parameters()
-        self._dry = False
-        self._stacks = threading.local()
+        self._lock = threading.RLock()  # around what changes plan or engine
+        self._calls = threading.local()  # of each thread: whether it only captures, and its stacks
         self._capture = Capture(model, self)
 
     # -- a call ----------------------------------------------------------------------------
@@ -82,13 +79,16 @@ class GuardedSession(Session):
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
-            if self.engine is None and not self.prepare(args, kwargs):
+            with self._lock:
+                empty = self.engine is None and not self.prepare(args, kwargs)
+            if empty:
                 return self._capture(*args, **kwargs)  # nothing to plan: no tensor operation
             try:
                 return self._guarded(args, kwargs)
             except LayoutError:
-                if not self._plan_again(args, kwargs):
-                    raise
+                with self._lock:
+                    if not self._plan_again(args, kwargs):
+                        raise
             return self._guarded(args, kwargs)
         except ForwardError:
             if is_meta(self.model):
@@ -103,7 +103,7 @@ class GuardedSession(Session):
         assert self.engine is not None
         with ExitStack() as stack:
             stack.enter_context(plain(self.engine.entries))
-            stacks = self._stacks.__dict__.setdefault("stacks", [])
+            stacks = self._calls.__dict__.setdefault("stacks", [])
             stacks.append(stack)
             try:
                 return self._capture(*args, **kwargs)
@@ -113,10 +113,10 @@ class GuardedSession(Session):
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         """ElixirError if a parameter is another object than the one whose home the step reads,
         PlanError for inputs larger than there is memory for."""
-        if self._dry:
+        if self._calls.__dict__.get("dry", False):
             raise _Captured
         super().enter(captured, inputs)
-        self._stacks.stacks[-1].close()
+        self._calls.stacks[-1].close()
 
     # -- capture and start-up --------------------------------------------------------------
 
@@ -137,7 +137,8 @@ class GuardedSession(Session):
             except ElixirError:
                 assert self.engine is not None
                 self.engine.give_back()
-                self.engine = None
+                self.engine.close()
+                self.engine, self.stats = None, Stats()
                 raise
         return True
 
@@ -150,12 +151,13 @@ class GuardedSession(Session):
     def facts_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
         """The facts of the step for these inputs, whatever the budgets."""
         self.lowering.limits = replace(self.lowering.limits, device=sys.maxsize)
-        self._wants_facts = True
-        self.plan_only(args, kwargs)
-        self.lowering.limits = limits(self.options, self.machine)
-        if self._facts is None:
+        try:
+            self.plan_only(args, kwargs)
+        finally:
+            self.lowering.limits = limits(self.options, self.machine)
+        if self.lowering.latest is None:
             raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
-        return self._facts
+        return self.lowering.latest
 
     def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Capture and plan with gradients on wherever something requires them."""
@@ -165,7 +167,7 @@ class GuardedSession(Session):
         self.progress(f"capturing {type(self.model).__name__}")
         if self.machine.unified and (self.options.memory is not None or is_meta(self.model)):
             bound_heap()  # before the first large tensor: what a heap has grown to it keeps
-        self._dry = True
+        self._calls.dry = True
         try:
             with (
                 same_random_numbers(),
@@ -178,7 +180,7 @@ class GuardedSession(Session):
         except _Captured:
             return True
         finally:
-            self._dry = False
+            self._calls.dry = False
         return False
 
     def _settle(self) -> None:
@@ -239,7 +241,7 @@ class GuardedSession(Session):
             self.lowering.forget()
             self.lowering.plan = plan
             old.take_arena()
-            if isinstance(error, (PlanError, TierError)):
+            if isinstance(error, PlanError):
                 return False
             raise
         migration.commit()
@@ -249,9 +251,3 @@ class GuardedSession(Session):
             new.state_bytes = partial(ordinary_state_bytes, binding.optimizer)
         self.start(new)
         return True
-
-    def lower(self, step: StepGraph) -> Lowered:
-        lowered = super().lower(step)
-        if self._wants_facts and self._facts is None:
-            self._facts = self.lowering.latest
-        return lowered

@@ -1,12 +1,12 @@
 """Lowering: a captured step is annotated, planned, rewritten and split.
 
-The middle three verbs of `compile()`. Pure with respect to the model: it reads fakes and
-writes graphs; nothing here touches a weight. The first training step settles the layout,
-every later graph gets a schedule for that layout.
+The middle three verbs of `compile()`. It reads fakes and writes graphs; nothing here touches a
+weight. The first graph settles the layout, every later one gets a schedule for that layout.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,11 +37,24 @@ MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What a forward leaves for its backward: bytes, and the parameters that this will train."""
+class Admitted:
+    """A captured graph at sizes of its inputs that are known to fit."""
 
-    nbytes: int
-    trained: frozenset[str]
+    facts: Facts
+
+    @cached_property
+    def output_bytes(self) -> int:
+        return sum(s.nbytes for s in self.facts.storages if s.role is Role.OUTPUT)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes of what the forward leaves for the backward."""
+        return sum(s.nbytes for s in self.facts.storages if s.role is Role.ACTIVATION)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Paths of the parameters that the backward trains."""
+        return frozenset(p.path for p in self.facts.parameters if p.gradient is not None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -59,15 +72,22 @@ class Lowering:
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
     sparse: set[str] = field(default_factory=set)  # parameters whose gradients are sparse
     latest: Facts | None = None  # of the step that was decided last
-    saved: dict[str, Saved] = field(default_factory=dict)  # for the backward, by graph's key
+    captured: dict[str, Admitted] = field(default_factory=dict)  # as captured, by graph's key
     dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
-    admitted: dict[tuple[str, Values], int] = field(default_factory=dict)  # -> bytes of outputs
+    admitted: dict[tuple[str, Values], Admitted] = field(default_factory=dict)
 
     def __call__(self, step: StepGraph) -> Halves:
         """Annotate, plan, rewrite and split one step. PlanError if no plan fits."""
         step.optimizer = self.optimizer
-        fixed = {path: tier.value for path, tier in self.pinned.items()}
-        step.pinned = fixed | self.options.keep_by_path(step.parameter_paths)
+        fixed = self.options.keep_by_path(step.parameter_paths)
+        for path, tier in self.pinned.items():
+            if fixed.get(path, tier.value) != tier.value:
+                raise PlanError(
+                    f"keep={{{path!r}: {fixed[path]!r}}}: with the backend this parameter stays on "
+                    f"the {tier}; elixir_fx.compile can put it elsewhere"
+                )
+            fixed[path] = tier.value
+        step.pinned = fixed
         self.sparse |= step.sparse_gradients()
         step.sparse = frozenset(self.sparse)
         self.decide(step)
@@ -85,37 +105,35 @@ class Lowering:
             self.plan = self.options.plan or self.first_plan(step)
         known = {entry.key: entry for entry in self.plan.schedules}
         if step.key not in known:
-            if self.plan.layout.keeps_all:
-                self.plan = replace(self.plan, layout=_thawed(self.plan.layout, step.parameters))
-            _check_belongs(self.plan, step.parameters)
-            made = self.schedule(step.facts())
-            self.plan = self.plan.with_schedule(made)
+            plan = self.plan
+            if plan.layout.keeps_all:
+                plan = replace(plan, layout=_thawed(plan.layout, step.parameters))
+            _check_belongs(plan, step.parameters)
+            made = self.schedule(step.facts(), plan)
+            self.plan = plan.with_schedule(made)
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
         self.latest = facts = step.facts()
-        self.saved[step.key] = Saved(
-            nbytes=sum(s.nbytes for s in facts.storages if s.role is Role.ACTIVATION),
-            trained=frozenset(p.path for p in facts.parameters if p.gradient is not None),
-        )
+        remember(self.captured, step.key, Admitted(facts=facts), KEPT)
         if step.symbols:
             formulas = Formulas.over(
                 tuple(symbol for _, symbol in step.symbols),
                 storages=step.storage_formulas,
                 nodes=step.node_formulas,
             )
-            remember(self.dynamic, step.key, (self.latest, formulas), KEPT)
+            remember(self.dynamic, step.key, (facts, formulas), KEPT)
 
-    def admit(self, key: str, values: Values) -> int:
+    def admit(self, key: str, values: Values) -> Admitted:
         """Check that a captured graph fits with its dynamic dimensions at `values`, before
-        anything of it runs. Bytes of its outputs. PlanError if it does not fit."""
-        known = self.admitted.get((key, values))
+        anything of it runs. LayoutError if it does not."""
+        known = self.admitted.pop((key, values), None)
         if known is None:
             assert self.plan is not None
             facts = at(*self.dynamic[key], values)
-            made = self.schedule(facts)
+            made = self.schedule(facts, self.plan)
             self.plan = self.plan.with_schedule(made)
-            known = sum(s.nbytes for s in facts.storages if s.role is Role.OUTPUT)
-            remember(self.admitted, (key, values), known, SIZES)
+            known = Admitted(facts=facts)
+        remember(self.admitted, (key, values), known, SIZES)  # the latest used last
         return known
 
     def forget(self) -> None:
@@ -123,12 +141,11 @@ class Lowering:
         self.plan = None
         self.dynamic.clear()
         self.admitted.clear()
+        self.captured.clear()
 
-    def schedule(self, facts: Facts) -> Schedule:
-        """When the chunks move in a graph. PlanError if it does not fit."""
-        assert self.plan is not None
-        held = self.held_bytes()
-        return schedule(facts, self.machine, self.limits, self.plan.layout, held)
+    def schedule(self, facts: Facts, plan: Plan) -> Schedule:
+        """When the chunks move in a graph. LayoutError if it does not fit."""
+        return schedule(facts, self.machine, self.limits, plan.layout, self.held_bytes())
 
     def first_plan(self, step: StepGraph) -> Plan:
         """Search for a plan; operators are timed only where something has to move."""

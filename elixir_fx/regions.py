@@ -8,9 +8,11 @@ has come. The session hangs on the parameters themselves, in no table.
 """
 
 import gc
+import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from elixir_fx.capture import Captured, Lowered, compile_graph
 from elixir_fx.config import Options
 from elixir_fx.dynamo import guard_identity, sees_module_hooks
 from elixir_fx.facts import Facts
+from elixir_fx.lowering import Admitted
 from elixir_fx.machine import Tier
 from elixir_fx.planner import arrivals
 from elixir_fx.runtime.heap import bound_heap, relax_heap
@@ -40,7 +43,7 @@ class _Tag:
         return _Tag()
 
     def __reduce__(self) -> Any:
-        return _Tag, ()
+        return OrderedDict, ()  # what torch.load accepts beside tensors
 
 
 class RegionSession(Session):
@@ -53,8 +56,10 @@ class RegionSession(Session):
         self.regions: dict[str, Facts] = {}  # by key, in the order of their arrival
         self.forwards: list[fx.GraphModule] = []
         self._settled = False
+        self._lock = threading.RLock()  # around the making of the engine
         self._held: dict[str, int] = {}  # most bytes that others held while a region ran
         self._hooks = _module_hooks(model)
+        self._hook_count = sum(map(len, self._hooks))
         self._warned_of_hooks = False
         self.lowering.make_plan = arrivals.first
         self.lowering.held_bytes = self.held_bytes
@@ -75,6 +80,12 @@ class RegionSession(Session):
             and type(parameter) is nn.Parameter
         )
 
+    def take(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another torch.compile of this model names its optimizer: the first one that does counts;
+        `bind` changes it."""
+        if self._optimizer is None:
+            self.bind(optimizer)
+
     def compile(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """One region, as Dynamo calls it, for these very parameters."""
         guard_identity(region)
@@ -94,8 +105,9 @@ class RegionSession(Session):
         return lowered
 
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
-        if self.engine is None and self.plan is not None:
-            self._make_engine()
+        with self._lock:
+            if self.engine is None and self.plan is not None:
+                self._make_engine()
         self._check_hooks()
         super().enter(captured, inputs)
         if self.engine is not None:
@@ -111,7 +123,7 @@ class RegionSession(Session):
         """Dynamo does not look at hooks of modules once it has traced them."""
         if self._warned_of_hooks or sees_module_hooks():
             return
-        if _module_hooks(self.model) != self._hooks:
+        if sum(map(len, self._hooks)) != self._hook_count:
             self._warned_of_hooks = True
             warnings.warn(
                 f"elixir_fx: the hooks of {self.title}'s modules have changed since it was "
@@ -138,7 +150,8 @@ class RegionSession(Session):
         elif not engine.layout.keeps_all and any(p.requires_grad for p in self.model.parameters()):
             warnings.warn(
                 "elixir_fx: no optimizer was given in the backend's options, so that the states "
-                "of any stay in memory: options={'optimizer': optimizer}",
+                "of any stay in memory: options={'optimizer': optimizer}, or "
+                "elixir_fx.backend.state(model).bind(optimizer)",
                 stacklevel=2,
             )
 
@@ -146,13 +159,25 @@ class RegionSession(Session):
         """The first streamed update begins: all regions have come, the plan becomes final."""
         if self._settled or self.engine is None or self.plan is None:
             return
-        self._settled = True
         regions = [
             arrivals.Region(facts=facts, held_bytes=self._held.get(key, 0))
-            for key, facts in self.regions.items()
+            for key, facts in self._largest().items()
         ]
-        self.lowering.plan = arrivals.settle(self.plan, regions, self.machine)
-        self.engine.rehome(self.lowering.plan.layout)
+        plan = arrivals.settle(self.plan, regions, self.machine)
+        self.engine.rehome(plan.layout)
+        self.lowering.plan = plan
+        self.lowering.admitted.clear()  # sizes that fitted the layout before
+        self.refresh(self.engine)
+        self._settled = True
+
+    def _largest(self) -> dict[str, Facts]:
+        """The facts of every region, at the largest sizes that it was called with."""
+        largest = dict(self.regions)
+        saved = {key: Admitted(facts=facts).saved_bytes for key, facts in largest.items()}
+        for (key, _), admitted in self.lowering.admitted.items():
+            if key in saved and admitted.saved_bytes > saved[key]:
+                largest[key], saved[key] = admitted.facts, admitted.saved_bytes
+        return largest
 
 
 def session_of(parameters: Sequence[Tensor]) -> RegionSession | None:
@@ -164,12 +189,16 @@ def session_of(parameters: Sequence[Tensor]) -> RegionSession | None:
     return None
 
 
-def _module_hooks(model: nn.Module) -> tuple[int, ...]:
-    """How many hooks of each kind the model's modules have."""
-    counts = [0, 0, 0, 0]
-    for module in model.modules():
-        counts[0] += len(module._forward_hooks)
-        counts[1] += len(module._forward_pre_hooks)
-        counts[2] += len(module._backward_hooks)
-        counts[3] += len(module._backward_pre_hooks)
-    return tuple(counts)
+def _module_hooks(model: nn.Module) -> list[Sized]:
+    """Where the hooks of the model's modules are kept. It is looked at in every call, so no
+    module is visited again."""
+    return [
+        hooks
+        for module in model.modules()
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    ]

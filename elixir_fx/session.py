@@ -35,7 +35,7 @@ from elixir_fx.codegen import (
 from elixir_fx.config import Options, limits
 from elixir_fx.errors import ElixirError, PlanError
 from elixir_fx.facts import OptimizerFacts, Role
-from elixir_fx.lowering import Lowering, Saved, compute_device
+from elixir_fx.lowering import Admitted, Lowering, compute_device
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.disk import Files
@@ -55,9 +55,9 @@ VIEWS_ABOVE = 3  # nodes that may stand between a result and the captured graph'
 class Pending:
     """A forward whose backward has not run: what it saved is in memory."""
 
-    def __init__(self, saved: Saved) -> None:
-        self.nbytes = saved.nbytes
-        self.trained = saved.trained
+    def __init__(self, graph: Admitted) -> None:
+        self.nbytes = graph.saved_bytes
+        self.trained = graph.trained
 
 
 class Session:
@@ -95,7 +95,7 @@ class Session:
         self.history: list[Record] = []  # of the last captured step
         self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._pass: int | None = None  # the backward pass under way
-        self.output_bytes: dict[str, int] = {}  # of the last call, by graph with dynamic sizes
+        self.admitted: dict[str, Admitted] = {}  # of the last call, by graph with dynamic sizes
         self._optimizer = None if isinstance(optimizer, str) else optimizer
         self._warned = False
         self._step_hook: Any = None
@@ -136,14 +136,14 @@ class Session:
             self.engine.check_owned(captured.paths, inputs)
         if captured.sizes:
             values = tuple(where.of(inputs) for where in captured.sizes)
-            self.output_bytes[captured.key] = self.lowering.admit(captured.key, values)
+            self.admitted[captured.key] = self.lowering.admit(captured.key, values)
 
-    def leave(self, captured: Captured, results: Any) -> None:
+    def leave(self, captured: Captured, inputs: Sequence[Any], results: Any) -> None:
         """Learn, when the backward comes, that it does, and which outputs took part in the loss."""
-        node = _node_of(results)
+        node = _node_of(inputs, results)
         if node is None:
             return
-        pending = Pending(self.lowering.saved[captured.key])
+        pending = Pending(self.admitted.get(captured.key) or self.lowering.captured[captured.key])
         self.pending.add(pending)
         session, tangents = weakref.ref(self), captured.tangents
 
@@ -161,8 +161,9 @@ class Session:
 
         node.register_prehook(before_backward)
 
-    def begin_backward(self) -> None:
-        """The backward of a captured graph is about to run, on this thread.
+    def begin_backward(self) -> int:
+        """The backward of a captured graph is about to run, on this thread. Bytes that its own
+        forward still holds afterwards, where the graph is kept.
 
         Gradients of a parameter that several graphs of this pass add to go through autograd,
         which sums them in eager's order before they are accumulated.
@@ -173,8 +174,12 @@ class Session:
             shared = frozenset(path for path, count in uses.items() if count > 1)
             self.engine.reducer.shared = shared
         pending: Pending | None = self._local.__dict__.pop("pending", None)
-        if pending is not None and not keeps_graph():
-            self.pending.discard(pending)
+        if pending is None:
+            return 0
+        if keeps_graph():
+            return pending.nbytes
+        self.pending.discard(pending)
+        return 0
 
     def held_bytes(self) -> int:
         """What forwards saved whose backward has not run."""
@@ -211,10 +216,16 @@ class Session:
         plan = self.plan
         assert plan is not None
         self.engine = engine
+        self.refresh(engine)
+        self.stats.start(engine, plan.limits, self.machine)
+
+    def refresh(self, engine: Engine) -> None:
+        """Tell the engine what the plan in force expects."""
+        plan = self.plan
+        assert plan is not None
         engine.buffer_bytes = sum(buffer.nbytes for buffer in self.model.buffers())
         engine.peak_bytes = plan.forecast.peak_device_bytes
         engine.update_bytes = self._update_bytes(plan)
-        self.stats.start(engine, plan.limits, self.machine)
 
     def _update_bytes(self, plan: Plan) -> int:
         """Memory beside the arena that the update of the largest unit needs."""
@@ -236,8 +247,9 @@ class Session:
             self.binding.unbind()
             self._step_hook.remove()
             self.engine.forget_states()
-        self._optimizer = optimizer
+            self.binding = None
         self.binding = bind(optimizer, self.engine)
+        self._optimizer = optimizer
         self.engine.state_bytes = partial(ordinary_state_bytes, optimizer)
         self._step_hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
 
@@ -280,15 +292,17 @@ class Session:
         return max(0, self.lowering.limits.device - self.engine.constant_bytes())
 
 
-def _node_of(results: Sequence[Any]) -> Node | None:
+def _node_of(inputs: Sequence[Any], results: Sequence[Any]) -> Node | None:
     """The node of the captured graph in autograd's graph. Outputs that are views of inputs or of
-    each other have nodes of their own above it."""
-    above = [r.grad_fn for r in results if isinstance(r, Tensor) and r.grad_fn is not None]
+    each other have nodes of their own above it; those of the inputs are other graphs'."""
+    theirs = {tensor.grad_fn for tensor in inputs if isinstance(tensor, Tensor)}
+    above = [r.grad_fn for r in results if isinstance(r, Tensor)]
     for _ in range(VIEWS_ABOVE):
-        for node in above:
+        ours = [node for node in above if node is not None and node not in theirs]
+        for node in ours:
             if node.name().startswith("CompiledFunction"):
                 return node
-        above = [below for node in above for below, _ in node.next_functions if below is not None]
+        above = [below for node in ours for below, _ in node.next_functions]
     return None
 
 
@@ -363,11 +377,11 @@ class _Run:
                 made.append(executable(module))
             engine = session.engine
             activations = [value for value, flag in zip(boxed, saved, strict=True) if flag]
-            key = (made[0], *(value for value in boxed if type(value) is int))
-            output_bytes = session.output_bytes.get(self._key, self._output_bytes)
-            if backward:
-                session.begin_backward()
-            held_bytes = session.held_bytes()
+            key = (self._key, backward, *(value for value in boxed if type(value) is int))
+            admitted = session.admitted.get(self._key)
+            output_bytes = admitted.output_bytes if admitted else self._output_bytes
+            own_bytes = session.begin_backward() if backward else 0
+            held_bytes = session.held_bytes() - own_bytes
             with (
                 engine.running(),
                 session.stats.half(key, activations, output_bytes, held_bytes),

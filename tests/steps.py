@@ -54,7 +54,7 @@ class _Owner:
     def enter(self, captured: object, inputs: object) -> None:
         pass
 
-    def leave(self, captured: object, results: object) -> None:
+    def leave(self, captured: object, inputs: object, results: object) -> None:
         pass
 
 

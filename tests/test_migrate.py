@@ -611,7 +611,7 @@ def test_a_disk_that_fails_for_the_states(tmp_path: Path) -> None:
     pair.plain, pair.ours = pair.sides
     pair.do(learn(small))
     files.writes_left = WRITES_OF_WEIGHTS
-    with pytest.raises(PlanError):
+    with pytest.raises(TierError):
         pair.ours.net(*large)
     files.writes_left = None
     pair.do(lambda side: [p.detach().clone() for p in _of(side)])

@@ -114,6 +114,12 @@ class MemoryEngine:
             self.states[key] = self._home(like, f"{self.entries[parameter].path}.{name}")
         return self.states[key]
 
+    def watched(self, source: Source) -> Source:
+        return source
+
+    def updated(self, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
     @contextmanager
     def update_memory(self) -> Iterator[Tensor]:
         self.updates += 1

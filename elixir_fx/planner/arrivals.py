@@ -22,13 +22,13 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Homes, Layout, Limits, Plan, align
-from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part, away
+from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part, away, home
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.search import schedule, search
 from elixir_fx.planner.space import Space
 from elixir_fx.units import sizes
 
-STAGING_SHARE = 4  # of the host's memory, one part is for staging
+STAGING_PARTS = 4  # of the host's memory, one is for staging
 GRADIENT_BLOCKS = 2  # where gradients leave that the search had kept
 
 
@@ -90,18 +90,18 @@ def settle(plan: Plan, regions: Sequence[Region], machine: Machine) -> Plan:
         update = constant + layout.arena_bytes + footprint.layout_update_bytes(layout)
         peaks.append(max(footprint.running_peak(layout) + region.held_bytes, update))
     room = limits.device - max(peaks, default=limits.device)
-    optimizer_facts = [region.facts for region in regions if region.facts.trains]
-    if layout.keeps_all or not optimizer_facts:
+    training = [region.facts for region in regions if region.facts.trains]
+    if layout.keeps_all or not training:
         return replace(plan, notes=("final: nothing is left to decide",))
-    all_sizes = Footprint(optimizer_facts[0], layout.chunks).sizes
+    all_sizes = Footprint(training[0], layout.chunks).sizes
     homes = {chunk.id: chunk.homes for chunk in layout.chunks}
     brought = 0
     for part in (Part.STATES, Part.GRADIENTS):
         for chunk_sizes in all_sizes:
             nbytes = chunk_sizes.ordinary[part]
             identity = chunk_sizes.chunk.id
-            if 0 < nbytes <= room and getattr(homes[identity], part.value) is not Tier.DEVICE:
-                homes[identity] = _home(homes[identity], part)
+            if 0 < nbytes <= room and home(homes[identity], part) is not Tier.DEVICE:
+                homes[identity] = replace(homes[identity], **{part.value: Tier.DEVICE})
                 room -= nbytes
                 brought += nbytes
     final = replace(
@@ -124,12 +124,6 @@ def to_come_bytes(facts: Facts) -> int:
     return saved * idle // read if read else 0
 
 
-def _home(homes: Homes, part: Part) -> Homes:
-    if part is Part.STATES:
-        return replace(homes, states=Tier.DEVICE)
-    return replace(homes, gradients=Tier.DEVICE)
-
-
 def _leaving(layout: Layout, facts: Facts, machine: Machine, limits: Limits) -> Layout:
     """`layout` with the gradients and states of every chunk away, or as it is if the tiers or
     the device have no room for that."""
@@ -137,7 +131,7 @@ def _leaving(layout: Layout, facts: Facts, machine: Machine, limits: Limits) -> 
     room = {tier: limits.of(tier) for tier in tiers}
     staging = 0
     if Tier.HOST in room and Tier.DISK in room:  # what goes to the disk passes through the host
-        staging = max(layout.staging_bytes, limits.host // STAGING_SHARE)
+        staging = max(layout.staging_bytes, limits.host // STAGING_PARTS)
     if Tier.HOST in room:
         room[Tier.HOST] -= staging
     footprint = Footprint(facts, layout.chunks)
@@ -163,7 +157,7 @@ def _leaving(layout: Layout, facts: Facts, machine: Machine, limits: Limits) -> 
         chunks.append(replace(chunk, homes=homes))
     block = max((align(c.nbytes) for c in layout.chunks if c.trainable), default=0)
     blocks = max(layout.gradient_blocks, GRADIENT_BLOCKS)
-    unit = max((_unit_bytes(c, s, layout) for c, s in zip(chunks, footprint.sizes, strict=True)))
+    unit = max(_unit_bytes(c, s, layout) for c, s in zip(chunks, footprint.sizes, strict=True))
     left = replace(
         layout,
         chunks=tuple(chunks),

@@ -1,6 +1,6 @@
 """Search: the plan of a step, found by trying layouts on the forecast.
 
-Last stage of the planner, and its only door: `search`, `schedule`, `smallest`.
+Last stage of the planner, and its main door: `search`, `schedule`, `smallest`.
 
     minimise    step_s(choice)                       forecast.Player.play
     over        chunk size, arena size, gradient     draft.Choice

@@ -181,13 +181,13 @@ class Engine:
         self._away[parameter] = None
 
     def move_all_home(self) -> None:
-        """Move every parameter that is still ordinary to its home, chunk by chunk. If a tier
-        fails half way, all are ordinary again."""
+        """Move every parameter that is still ordinary to its home, chunk by chunk. If that fails
+        half way, all are ordinary again."""
         try:
             for parameter in self.entries:
                 if not isinstance(parameter, AwayParameter):
                     self.move_home(parameter, parameter.data)
-        except TierError:
+        except BaseException:
             self.give_back()
             raise
 
@@ -228,17 +228,23 @@ class Engine:
     @contextmanager
     def full(self, writeback: bool) -> Iterator[None]:
         """Away parameters as ordinary tensors; with `writeback` their values go home after."""
-        sources = {}
-        for parameter in self._away:
-            sources[parameter] = settle(parameter, self.entries[parameter].home.load())
+        sources: dict[nn.Parameter, Source] = {}
         try:
+            for parameter in self._away:
+                sources[parameter] = settle(parameter, self.entries[parameter].home.load())
             yield
         finally:
+            failed: BaseException | None = None
             for parameter, source in sources.items():
                 home = self.entries[parameter].home
-                if writeback:
-                    home.store(parameter.data)
+                try:
+                    if writeback:
+                        home.store(parameter.data)
+                except TierError as error:
+                    failed = failed or error
                 away(parameter, home, source)
+            if failed is not None:
+                raise failed
 
     def constant_bytes(self) -> int:
         """Device bytes that are always there: ordinary parameters and optimizer states,

@@ -153,7 +153,10 @@ class Reducer:
     def is_home(self, entry: Entry) -> bool:
         """Whether p.grad is the ChunkGradient of the parameter's own gradient home."""
         held = entry.parameter.grad
-        return isinstance(held, ChunkGradient) and held.source.home is entry.gradient
+        if not isinstance(held, ChunkGradient) or held.views:
+            return False
+        # An earlier gradient that somebody kept has its value in memory: the home has another.
+        return held.source.home is entry.gradient and held.source.tensor is None
 
     def _send_home(self, chunk: int, arrived: list[tuple[Entry, Tensor, bool]]) -> None:
         region = self._regions[chunk]

@@ -94,7 +94,7 @@ class Migration:
                 source = self._new.watched(Source(home))
                 self._put_gradient(parameter, ChunkGradient(source), entry)
             return
-        if home is None or gradient.views:
+        if home is None or gradient.views or gradient.source.tensor is not None:
             self._keep(gradient.source)
             self._put_gradient(parameter, gradient.load(), None)
             return

@@ -55,6 +55,7 @@ class Stats:
     def start(self, engine: Engine, limits: Limits, machine: Machine) -> None:
         """Begin to count for an engine."""
         self._engine = engine
+        self._peaks.clear()
         self._bounded = machine.emulated
         self._limit_bytes = limits.device
         self._mark()
@@ -70,25 +71,24 @@ class Stats:
         assert engine is not None
         started = time.perf_counter()
         key = (run, engine.accumulating())
+        held = engine.gradient_bytes()
         if key in self._peaks and not self._bounded:
             saved.clear()
             yield
         else:
-            held = engine.gradient_bytes()
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
-            held += held_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
             saved.clear()
             meter.adopt(engine.recycler.blocks())
             with meter:
                 yield
-            peak = max(self._peaks.pop(key, 0), held + meter.peak_bytes)
+            peak = max(self._peaks.pop(key, 0), meter.peak_bytes)
             self._peaks[key] = peak  # the latest last
             if len(self._peaks) > SIZES:
                 del self._peaks[next(iter(self._peaks))]
         self._busy_s += time.perf_counter() - started
-        self._peak = max(self._peak, self._peaks[key])
+        self._peak = max(self._peak, self._peaks[key] + held + held_bytes)
 
     def end_step(self) -> None:
         """The optimizer has finished a step."""
