@@ -45,7 +45,16 @@ from elixir_fx.dynamo import (
 )
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
-from elixir_fx.step import STEP_NAME, Dimension, Input, StepGraph, mark, span
+from elixir_fx.step import (
+    STEP_NAME,
+    Dimension,
+    Input,
+    StepGraph,
+    is_backward,
+    mark,
+    memory_root,
+    span,
+)
 
 GRAPHS = 8  # captured graphs that a model keeps
 
@@ -297,20 +306,31 @@ class _Compilation:
         return context.fw_metadata if context is not None else None
 
     def check_changed_inputs(self, infos: Sequence[Any]) -> None:
-        """CaptureError where an input that the forward changes shares memory with another: what
-        the backward needs of that one would be lost."""
-        changed = [index for index, info in enumerate(infos) if info.mutates_data]
-        tensors = {
-            index: given.untyped_storage().data_ptr()
-            for index, given in enumerate(self.inputs)
-            if isinstance(given, Tensor) and given.layout is torch.strided and given.numel()
+        """CaptureError where the backward needs an input that shares memory with another which the
+        forward changes: autograd could not tell that it still has its value."""
+        assert self.step is not None
+        changed = {index for index, info in enumerate(infos) if info.mutates_data}
+        if not changed:
+            return
+        saved = {
+            memory_root(source).name
+            for node in self.step.nodes
+            if is_backward(node)
+            for source in node.all_input_nodes
+            if not is_backward(source)
         }
-        for index in changed:
-            address = tensors.get(index)
-            if address and list(tensors.values()).count(address) > 1:
+        addresses = [
+            given.untyped_storage().data_ptr()
+            if isinstance(given, Tensor) and given.layout is torch.strided
+            else 0
+            for given in self.inputs
+        ]
+        lost = {addresses[index] for index in changed} - {0}
+        for index, item in enumerate(self.step.inputs):
+            if index not in changed and addresses[index] in lost and item.node in saved:
                 raise CaptureError(
-                    f"{self.title}: an input that forward changes in place shares memory with "
-                    "another input: clone one of them before the call"
+                    f"{self.title}: the backward needs an input that shares memory with another, "
+                    "which the forward changes in place: clone one of them before the call"
                 )
 
     def backward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
