@@ -118,7 +118,8 @@ class Reducer:
             if wanted is Accumulation.CAPTURE or (
                 wanted is Accumulation.ACCUMULATE and self._waits(entry)
             ):
-                answers[position] = gradient
+                # Another tensor over its memory: so the recycler sees that somebody holds it.
+                answers[position] = torch.ops.aten.alias.default(gradient)
             elif wanted is Accumulation.ACCUMULATE:
                 hooked = run_hooks(entry.parameter, gradient)
                 arrived.append((entry, hooked, owned[position] and hooked is gradient))
