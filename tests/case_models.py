@@ -10,7 +10,7 @@ runs through both entry points, each with memory to spare (nothing moves) and un
 budget with a disk.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,15 @@ def ways(*budgets: str) -> list[Any]:
 EVERY_WAY = pytest.mark.parametrize("way", ways("spare", "tight"))
 WHEN_TIGHT = pytest.mark.parametrize("way", ways("tight"))
 WHEN_SPARE = pytest.mark.parametrize("way", ways("spare"))
+
+
+def in_turn(names: Iterable[str], budget: str = "tight") -> list[Any]:
+    """(way, name) for each name, through one entry point and the other in turn: for what goes
+    beyond the list of cases."""
+    return [
+        pytest.param(Way(ENTRIES[index % 2], budget), name, id=f"{ENTRIES[index % 2]}-{name}")
+        for index, name in enumerate(names)
+    ]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

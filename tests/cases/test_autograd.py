@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_models import WHEN_TIGHT, Way, gathered_blocks, mlp, pair_of, randn
+from case_models import WHEN_TIGHT, Way, gathered_blocks, in_turn, mlp, pair_of, randn
 from harness import Batch
 from pairs import Side
 from torch import Tensor, nn
@@ -155,8 +155,7 @@ INSIDE: dict[str, Callable[[Layers, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
-@WHEN_TIGHT
+@pytest.mark.parametrize(("way", "name"), in_turn(INSIDE))
 def test_inside(way: Way, name: str, tmp_path: Path) -> None:
     batches: list[Batch] = [(X,), (randn(4, 32, seed=1),)]
     pair = pair_of(way, lambda: Layers(INSIDE[name]), batches, tmp_path, room=0.3)

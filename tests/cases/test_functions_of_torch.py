@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from case_models import WHEN_SPARE, Way, pair_of, randn
+from case_models import WHEN_SPARE, Way, in_turn, pair_of, randn
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -79,8 +79,7 @@ class Between(nn.Module):
         return self.function(self.layer(x))
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@WHEN_SPARE
+@pytest.mark.parametrize(("way", "name"), in_turn(FUNCTIONS, "spare"))
 def test_functions(way: Way, name: str, tmp_path: Path) -> None:
     pair = pair_of(way, lambda: Between(FUNCTIONS[name]), [(randn(8, 32),)], tmp_path)
     pair.train(1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from case_models import EVERY_WAY, WHEN_SPARE, WHEN_TIGHT, Way, mlp, pair_of, randn
+from case_models import EVERY_WAY, WHEN_SPARE, WHEN_TIGHT, Way, in_turn, mlp, pair_of, randn
 from harness import Batch
 from pairs import Side
 from torch import Tensor, nn
@@ -90,8 +90,7 @@ FORMS: dict[str, tuple[Callable[..., Tensor], list[Batch]]] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@WHEN_TIGHT
+@pytest.mark.parametrize(("way", "form"), in_turn(FORMS))
 def test_forms(way: Way, form: str, tmp_path: Path) -> None:
     read, batches = FORMS[form]
     pair = pair_of(way, lambda: Takes(read), batches, tmp_path, room=0.5)

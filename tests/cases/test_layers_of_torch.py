@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from case_models import EVERY_WAY, WHEN_TIGHT, Way, compile_spare, pair_of, randn, token_ids
+from case_models import (
+    EVERY_WAY,
+    Way,
+    compile_spare,
+    in_turn,
+    pair_of,
+    randn,
+    token_ids,
+)
 from harness import Batch
 from pairs import Side
 from torch import Tensor, nn
@@ -126,8 +134,7 @@ def slow_attention() -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("name", LAYERS)
-@WHEN_TIGHT
+@pytest.mark.parametrize(("way", "name"), in_turn(LAYERS))
 def test_a_layer(way: Way, name: str, slow_attention: None, tmp_path: Path) -> None:
     make, shape = LAYERS[name]
     rows = torch.Size(shape).numel() // WIDTH

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from case_models import EVERY_WAY, WHEN_TIGHT, Way, compile_spare, mlp, pair_of, randn
+from case_models import EVERY_WAY, Way, compile_spare, in_turn, mlp, pair_of, randn
 from harness import Batch, leaves
 from pairs import Side
 from torch import Tensor, nn
@@ -89,8 +89,7 @@ OUTPUTS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("output", OUTPUTS)
-@WHEN_TIGHT
+@pytest.mark.parametrize(("way", "output"), in_turn(OUTPUTS))
 def test_kinds(way: Way, output: str, tmp_path: Path) -> None:
     """Equal types and values, and a loss of every tensor that has a gradient."""
     batches: list[Batch] = [(X,)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from case_models import EVERY_WAY, WHEN_SPARE, WHEN_TIGHT, Way, mlp, pair_of, randn
+from case_models import EVERY_WAY, WHEN_SPARE, WHEN_TIGHT, Way, in_turn, mlp, pair_of, randn
 from harness import Batch
 from pairs import Side
 from torch import Tensor, nn
@@ -248,8 +248,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAWS)
-@WHEN_TIGHT
+@pytest.mark.parametrize(("way", "name"), in_turn(DRAWS))
 def test_random_numbers(way: Way, name: str, tmp_path: Path) -> None:
     """The same numbers, and as many: what the caller draws after a step is equal, too."""
     pair = pair_of(way, lambda: Draws(DRAWS[name]), BATCHES, tmp_path)
