@@ -96,14 +96,19 @@ def settle(plan: Plan, regions: Sequence[Region], machine: Machine) -> Plan:
     all_sizes = Footprint(training[0], layout.chunks).sizes
     homes = {chunk.id: chunk.homes for chunk in layout.chunks}
     brought = 0
+    left = sum(home(homes[s.chunk.id], part) is not Tier.DEVICE for s in all_sizes for part in Part)
     for part in (Part.STATES, Part.GRADIENTS):
         for chunk_sizes in all_sizes:
             nbytes = chunk_sizes.ordinary[part]
             identity = chunk_sizes.chunk.id
-            if 0 < nbytes <= room and home(homes[identity], part) is not Tier.DEVICE:
-                homes[identity] = replace(homes[identity], **{part.value: Tier.DEVICE})
-                room -= nbytes
-                brought += nbytes
+            if home(homes[identity], part) is Tier.DEVICE or not 0 < nbytes <= room:
+                continue
+            if left == 1:  # a layout that keeps all is another one: without reduces
+                break
+            homes[identity] = replace(homes[identity], **{part.value: Tier.DEVICE})
+            room -= nbytes
+            brought += nbytes
+            left -= 1
     final = replace(
         layout, chunks=tuple(replace(chunk, homes=homes[chunk.id]) for chunk in layout.chunks)
     )
