@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elixir_fx import planner
-from elixir_fx.config import Options, read_options
+from elixir_fx.config import Options, check_disk, read_options
 from elixir_fx.errors import ElixirError
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.module import ElixirModule
@@ -74,8 +74,7 @@ def compile_over(
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ElixirError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim optimizer")
     read = read_options(options)
-    if read.disk_memory is not None and read.disk is None:
-        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
+    check_disk(read)
     _check_values_wanted(model, read)
     compiled = ElixirModule(GuardedSession(model, optimizer, read, files))
     if example_inputs is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from elixir_fx.config import Options, read_options
+from elixir_fx.config import Options, check_disk, read_options
 from elixir_fx.dynamo import named_parameters_of, refused
 from elixir_fx.errors import ElixirError
 from elixir_fx.plan import Plan
@@ -96,8 +96,7 @@ def _read(options: Mapping[str, Any]) -> Options:
         if options.get(name) is not None:
             raise ElixirError(f"option {name!r} belongs to elixir_fx.compile(), not to the backend")
     read = read_options(options, "the backend", OF_BACKEND)
-    if read.disk_memory is not None and read.disk is None:
-        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
+    check_disk(read)
     return read
 
 

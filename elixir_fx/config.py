@@ -85,6 +85,12 @@ def read_options(
     return Options(**values)
 
 
+def check_disk(options: Options) -> None:
+    """ElixirError for a budget of a disk that nobody named; a plan alone needs no folder."""
+    if options.disk_memory is not None and options.disk is None:
+        raise ElixirError("disk_memory is given without disk: name the folder of the disk tier")
+
+
 def _folder(disk: str | os.PathLike[str]) -> Path:
     folder = Path(disk)
     if not folder.is_dir():

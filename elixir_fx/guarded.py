@@ -5,7 +5,6 @@ outside of any tracing; only then does the step run. Later calls go straight thr
 guards; a new graph is lowered onto the same layout.
 """
 
-import gc
 import random
 import sys
 import threading
@@ -26,13 +25,12 @@ from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Plan
 from elixir_fx.runtime.disk import Files
-from elixir_fx.runtime.heap import bound_heap, relax_heap
+from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
 from elixir_fx.runtime.migrate import Migration
-from elixir_fx.runtime.probe import probe
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.tracing import calls_through, plain
-from elixir_fx.session import Session, ordinary_state_bytes, trained
+from elixir_fx.session import Session, ordinary_state_bytes
 
 
 @contextmanager
@@ -64,7 +62,6 @@ class GuardedSession(Session):
     ) -> None:
         super().__init__(model, optimizer, options, files)
         self.is_full = False  # within full_parameters()
-        self._lock = threading.RLock()  # around what changes plan or engine
         self._calls = threading.local()  # of each thread: whether it only captures, and its stacks
         self._capture = Capture(model, self)
 
@@ -155,15 +152,14 @@ class GuardedSession(Session):
             self.plan_only(args, kwargs)
         finally:
             self.lowering.limits = limits(self.options, self.machine)
-        if self.lowering.latest is None:
+        if not self.lowering.captured:
             raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
-        return self.lowering.latest
+        return next(reversed(self.lowering.captured.values())).facts
 
     def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Capture and plan with gradients on wherever something requires them."""
         trains = any(parameter.requires_grad for parameter in self.model.parameters())
-        if trains and self.lowering.optimizer is None:
-            self.lowering.optimizer = probe("adamw", trained(self.model))  # one may be bound later
+        self.expect_optimizer()
         self.progress(f"capturing {type(self.model).__name__}")
         if self.machine.unified and (self.options.memory is not None or is_meta(self.model)):
             bound_heap()  # before the first large tensor: what a heap has grown to it keeps
@@ -186,9 +182,7 @@ class GuardedSession(Session):
     def _settle(self) -> None:
         """Make the engine and move every parameter to its home."""
         engine = self.make_engine()
-        if self.machine.unified:
-            gc.collect()  # capturing leaves cycles behind
-            relax_heap() if engine.layout.keeps_all else bound_heap()
+        self.fit_heap(engine)
         self.progress("moving weights to their homes")
         if is_meta(self.model):
             materialize(

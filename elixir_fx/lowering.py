@@ -29,7 +29,7 @@ from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
 from elixir_fx.step import StepGraph, number, value
 
-KEPT = 256  # graphs of which something is remembered
+KEPT = 4096  # graphs that are remembered: more than any model has in use
 SIZES = 64  # sizes of inputs that are known to fit, of all graphs with dynamic dimensions
 MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
@@ -38,9 +38,11 @@ MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A captured graph at sizes of its inputs that are known to fit."""
+    """A captured graph at sizes of its inputs that are known to fit. `formulas` are those of its
+    dynamic dimensions, with the sizes that it was captured with."""
 
     facts: Facts
+    formulas: Formulas | None = None
 
     @cached_property
     def output_bytes(self) -> int:
@@ -71,9 +73,7 @@ class Lowering:
     pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
     sparse: set[str] = field(default_factory=set)  # parameters whose gradients are sparse
-    latest: Facts | None = None  # of the step that was decided last
-    captured: dict[str, Admitted] = field(default_factory=dict)  # as captured, by graph's key
-    dynamic: dict[str, tuple[Facts, Formulas]] = field(default_factory=dict)  # by graph's key
+    captured: dict[str, Admitted] = field(default_factory=dict)  # by key, the latest last
     admitted: dict[tuple[str, Values], Admitted] = field(default_factory=dict)
 
     def __call__(self, step: StepGraph) -> Halves:
@@ -103,33 +103,34 @@ class Lowering:
         annotate(step, self.machine, self.options.passes)
         if self.plan is None:
             self.plan = self.options.plan or self.first_plan(step)
+        facts = step.facts()
         known = {entry.key: entry for entry in self.plan.schedules}
         if step.key not in known:
             plan = self.plan
             if plan.layout.keeps_all:
                 plan = replace(plan, layout=_thawed(plan.layout, step.parameters))
             _check_belongs(plan, step.parameters)
-            made = self.schedule(step.facts(), plan)
+            made = self.schedule(facts, plan)
             self.plan = plan.with_schedule(made)
             known[step.key] = made
         step.layout, step.schedule = self.plan.layout, known[step.key]
-        self.latest = facts = step.facts()
-        remember(self.captured, step.key, Admitted(facts=facts), KEPT)
+        formulas = None
         if step.symbols:
             formulas = Formulas.over(
                 tuple(symbol for _, symbol in step.symbols),
                 storages=step.storage_formulas,
                 nodes=step.node_formulas,
             )
-            remember(self.dynamic, step.key, (facts, formulas), KEPT)
+        remember(self.captured, step.key, Admitted(facts=facts, formulas=formulas), KEPT)
 
     def admit(self, key: str, values: Values) -> Admitted:
         """Check that a captured graph fits with its dynamic dimensions at `values`, before
         anything of it runs. LayoutError if it does not."""
         known = self.admitted.pop((key, values), None)
         if known is None:
-            assert self.plan is not None
-            facts = at(*self.dynamic[key], values)
+            captured = self.captured[key]
+            assert self.plan is not None and captured.formulas is not None
+            facts = at(captured.facts, captured.formulas, values)
             made = self.schedule(facts, self.plan)
             self.plan = self.plan.with_schedule(made)
             known = Admitted(facts=facts)
@@ -139,7 +140,6 @@ class Lowering:
     def forget(self) -> None:
         """Plan from the start with the next step."""
         self.plan = None
-        self.dynamic.clear()
         self.admitted.clear()
         self.captured.clear()
 

@@ -7,8 +7,6 @@ model (`planner.arrivals`); the plan is final at the first optimizer step, when 
 has come. The session hangs on the parameters themselves, in no table.
 """
 
-import gc
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -21,13 +19,10 @@ from torch import Tensor, fx, nn
 from elixir_fx.capture import Captured, Lowered, compile_graph
 from elixir_fx.config import Options
 from elixir_fx.dynamo import guard_identity, sees_module_hooks
-from elixir_fx.facts import Facts
 from elixir_fx.lowering import Admitted
 from elixir_fx.machine import Tier
 from elixir_fx.planner import arrivals
-from elixir_fx.runtime.heap import bound_heap, relax_heap
-from elixir_fx.runtime.probe import probe
-from elixir_fx.session import Session, trained, weakly
+from elixir_fx.session import Session, weakly
 from elixir_fx.step import StepGraph
 
 _ATTRIBUTE = "elixir_fx_session"  # of a parameter
@@ -53,10 +48,8 @@ class RegionSession(Session):
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, options: Options
     ) -> None:
         super().__init__(model, optimizer, options)
-        self.regions: dict[str, Facts] = {}  # by key, in the order of their arrival
         self.forwards: list[fx.GraphModule] = []
         self._settled = False
-        self._lock = threading.RLock()  # around the making of the engine
         self._held: dict[str, int] = {}  # most bytes that others held while a region ran
         self._hooks = _module_hooks(model)
         self._hook_count = sum(map(len, self._hooks))
@@ -68,8 +61,7 @@ class RegionSession(Session):
             for path, parameter in model.named_parameters()
             if not self._may_be_mapped(parameter)
         }
-        if self.lowering.optimizer is None and any(p.requires_grad for p in model.parameters()):
-            self.lowering.optimizer = probe("adamw", trained(model))  # one may be bound later
+        self.expect_optimizer()
         for parameter in model.parameters():
             parameter.__dict__[_ATTRIBUTE] = _Tag(self)
 
@@ -97,11 +89,8 @@ class RegionSession(Session):
 
     def lower(self, step: StepGraph) -> Lowered:
         lowered = super().lower(step)
-        assert self.lowering.latest is not None
-        self.regions[step.key] = self.lowering.latest
         self.forwards.append(lowered.halves.forward)
-        if self._settled:
-            self._settled = False  # a region more, such as another shape: counted from now on
+        self._settled = False  # a region more, such as another shape, counts from now on
         return lowered
 
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
@@ -138,9 +127,7 @@ class RegionSession(Session):
     def _make_engine(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
             engine = self.make_engine()
-            if self.machine.unified:
-                gc.collect()
-                relax_heap() if engine.layout.keeps_all else bound_heap()
+            self.fit_heap(engine)
             if engine.layout.mapped_bytes:
                 engine.map_parameters()
         engine.updating = weakly(self._settle)
@@ -160,8 +147,8 @@ class RegionSession(Session):
         if self._settled or self.engine is None or self.plan is None:
             return
         regions = [
-            arrivals.Region(facts=facts, held_bytes=self._held.get(key, 0))
-            for key, facts in self._largest().items()
+            arrivals.Region(facts=graph.facts, held_bytes=self._held.get(key, 0))
+            for key, graph in self._largest().items()
         ]
         plan = arrivals.settle(self.plan, regions, self.machine)
         self.engine.rehome(plan.layout)
@@ -170,13 +157,12 @@ class RegionSession(Session):
         self.refresh(self.engine)
         self._settled = True
 
-    def _largest(self) -> dict[str, Facts]:
-        """The facts of every region, at the largest sizes that it was called with."""
-        largest = dict(self.regions)
-        saved = {key: Admitted(facts=facts).saved_bytes for key, facts in largest.items()}
+    def _largest(self) -> dict[str, Admitted]:
+        """Every region, at the largest sizes that it was called with."""
+        largest = dict(self.lowering.captured)
         for (key, _), admitted in self.lowering.admitted.items():
-            if key in saved and admitted.saved_bytes > saved[key]:
-                largest[key], saved[key] = admitted.facts, admitted.saved_bytes
+            if key in largest and admitted.saved_bytes > largest[key].saved_bytes:
+                largest[key] = admitted
         return largest
 
 

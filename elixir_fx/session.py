@@ -6,6 +6,7 @@ step is measured. `guarded` is the session of compile(), `regions` that of the t
 backend; they differ in when the engine is made and in where parameters live.
 """
 
+import gc
 import sys
 import tempfile
 import threading
@@ -34,12 +35,13 @@ from elixir_fx.codegen import (
 )
 from elixir_fx.config import Options, limits
 from elixir_fx.errors import ElixirError, PlanError
-from elixir_fx.facts import OptimizerFacts, Role
+from elixir_fx.facts import OptimizerFacts
 from elixir_fx.lowering import Admitted, Lowering, compute_device
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.engine import Engine
+from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.mapped import MappedFile
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
@@ -93,6 +95,7 @@ class Session:
         self.stats = Stats()
         self.shown: Halves | None = None  # of the last training capture
         self.history: list[Record] = []  # of the last captured step
+        self._lock = threading.RLock()  # around what changes plan or engine
         self.pending: weakref.WeakSet[Pending] = weakref.WeakSet()
         self._pass: int | None = None  # the backward pass under way
         self.admitted: dict[str, Admitted] = {}  # of the last call, by graph with dynamic sizes
@@ -143,7 +146,7 @@ class Session:
         node = _node_of(inputs, results)
         if node is None:
             return
-        pending = Pending(self.admitted.get(captured.key) or self.lowering.captured[captured.key])
+        pending = Pending(self.graph(captured.key))
         self.pending.add(pending)
         session, tangents = weakref.ref(self), captured.tangents
 
@@ -161,6 +164,10 @@ class Session:
 
         node.register_prehook(before_backward)
 
+    def graph(self, key: str) -> Admitted:
+        """A captured graph, at the sizes of its last call."""
+        return self.admitted.get(key) or self.lowering.captured[key]
+
     def begin_backward(self) -> int:
         """The backward of a captured graph is about to run, on this thread. Bytes that its own
         forward still holds afterwards, where the graph is kept.
@@ -172,7 +179,7 @@ class Session:
             self._pass = pass_number()
             uses = Counter(path for pending in self.pending for path in pending.trained)
             shared = frozenset(path for path, count in uses.items() if count > 1)
-            self.engine.reducer.shared = shared
+            self.engine.reducer.begin_pass(shared)
         pending: Pending | None = self._local.__dict__.pop("pending", None)
         if pending is None:
             return 0
@@ -210,6 +217,17 @@ class Session:
         engine = Engine(layout, store, parameters, self.device, mapped)
         engine.written = weakly(self._written)
         return engine
+
+    def expect_optimizer(self) -> None:
+        """Plan for AdamW where something learns and no optimizer is known: one may be bound."""
+        if self.lowering.optimizer is None and trained(self.model):
+            self.lowering.optimizer = probe("adamw", trained(self.model))
+
+    def fit_heap(self, engine: Engine) -> None:
+        """Have the C library keep freed memory, or give it back, as the engine's layout needs."""
+        if self.machine.unified:
+            gc.collect()  # capturing leaves cycles behind
+            relax_heap() if engine.layout.keeps_all else bound_heap()
 
     def start(self, engine: Engine) -> None:
         """From now on steps run with this engine."""
@@ -362,7 +380,6 @@ class _Run:
         self._paths = [item.path for item in step.inputs]
         self._several = len({tangent for reach in self._reach for tangent in reach}) > 1
         self._key = step.key
-        self._output_bytes = sum(s.nbytes for s in step.storages if s.role is Role.OUTPUT)
 
     def half(self, module: fx.GraphModule, *, backward: bool) -> Boxed:
         """The half as AOTAutograd calls it; its code is generated at its first run."""
@@ -378,8 +395,7 @@ class _Run:
             engine = session.engine
             activations = [value for value, flag in zip(boxed, saved, strict=True) if flag]
             key = (self._key, backward, *(value for value in boxed if type(value) is int))
-            admitted = session.admitted.get(self._key)
-            output_bytes = admitted.output_bytes if admitted else self._output_bytes
+            output_bytes = session.graph(self._key).output_bytes
             own_bytes = session.begin_backward() if backward else 0
             held_bytes = session.held_bytes() - own_bytes
             with (

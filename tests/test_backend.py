@@ -384,7 +384,8 @@ def test_many_equal_blocks(each: bool, tmp_path: Path) -> None:
 
 def _parameters_of_regions(model: nn.Module) -> list[set[str]]:
     session = session_of(list(model.parameters()))
-    return [{p.path for p in facts.parameters if p.reads} for facts in session.regions.values()]
+    graphs = session.lowering.captured.values()
+    return [{p.path for p in graph.facts.parameters if p.reads} for graph in graphs]
 
 
 def test_two_models_of_one_class(tmp_path: Path) -> None:

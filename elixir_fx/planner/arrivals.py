@@ -83,12 +83,10 @@ def _unknown(facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, 
 def settle(plan: Plan, regions: Sequence[Region], machine: Machine) -> Plan:
     """The final plan, once `regions` are all of the step's."""
     limits, layout = plan.limits, plan.layout
-    peaks = []
-    for region in regions:
-        footprint = Footprint(region.facts, layout.chunks)
-        constant = footprint.constant([chunk.homes for chunk in layout.chunks])
-        update = constant + layout.arena_bytes + footprint.layout_update_bytes(layout)
-        peaks.append(max(footprint.running_peak(layout) + region.held_bytes, update))
+    peaks = [
+        Footprint(region.facts, layout.chunks).layout_peak(layout, region.held_bytes)
+        for region in regions
+    ]
     room = limits.device - max(peaks, default=limits.device)
     training = [region.facts for region in regions if region.facts.trains]
     if layout.keeps_all or not training:
@@ -173,10 +171,7 @@ def _leaving(layout: Layout, facts: Facts, machine: Machine, limits: Limits) -> 
         disk_bytes=used.get(Tier.DISK, 0),
         staging_bytes=staging if used.get(Tier.DISK) else 0,
     )
-    constant = footprint.constant([chunk.homes for chunk in chunks])
-    update = footprint.layout_update_bytes(left)
-    need = constant + left.arena_bytes + max(footprint.live_peak, update)
-    return left if need <= limits.device else layout
+    return left if footprint.layout_peak(left) <= limits.device else layout
 
 
 def _unit_bytes(chunk: Chunk, size: ChunkBytes, layout: Layout) -> int:

@@ -198,11 +198,13 @@ class Footprint:
             total += sum(ordinary.values()) - away(homes_of_one, ordinary)
         return total
 
-    def running_peak(self, layout: Layout) -> int:
-        """Device bytes of a layout at the peak of forward and backward."""
+    def layout_peak(self, layout: Layout, held_bytes: int = 0) -> int:
+        """Device bytes of a layout at the step's peak. `held_bytes` are activations of other
+        graphs that are there in forward and backward."""
         live = self.live_kept if layout.keeps_all else self.live
+        running = int(live.max(initial=0)) + held_bytes
         constant = self.constant([chunk.homes for chunk in layout.chunks])
-        return constant + layout.arena_bytes + int(live.max(initial=0))
+        return constant + layout.arena_bytes + max(running, self.layout_update_bytes(layout))
 
     def update_bytes(self, states_away: Container[int], update_numel: int) -> int:
         """Device bytes that a streamed update needs beside constant and arena: scratch of one

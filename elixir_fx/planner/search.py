@@ -99,8 +99,7 @@ def schedule(
             )
         stays = found
     made = make_schedule(player, limits, layout, stays)
-    running = player.footprint.running_peak(layout) + held_bytes
-    peak = max(made.forecast.peak_device_bytes, running)
+    peak = player.footprint.layout_peak(layout, held_bytes)
     if peak > limits.device:
         raise LayoutError(_too_large(made, machine, limits, peak))
     return made

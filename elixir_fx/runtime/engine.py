@@ -250,11 +250,7 @@ class Engine:
         """Device bytes that are always there: ordinary parameters and optimizer states,
         buffers, the arena."""
         ordinary = sum(p.nbytes for p in self.parameters if type(p) is not AwayParameter)
-        ordinary -= sum(
-            entry.parameter.nbytes
-            for chunk in self._mapped_offsets
-            for entry in self._by_chunk[chunk]
-        )
+        ordinary -= sum(view.nbytes for view in self._mapped_views.values())
         return self.layout.arena_bytes + self.buffer_bytes + ordinary + self.state_bytes()
 
     def gradient_bytes(self) -> int:

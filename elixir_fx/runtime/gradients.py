@@ -19,7 +19,7 @@ from elixir_fx.plan import Chunk, Layout, Slice
 from elixir_fx.runtime.away import Source
 from elixir_fx.runtime.heap import give_back_pages
 from elixir_fx.runtime.hooks import Accumulation, accumulation, pass_by, run_hooks
-from elixir_fx.runtime.parameters import ChunkGradient, pass_number
+from elixir_fx.runtime.parameters import ChunkGradient
 from elixir_fx.runtime.store import Region, Store, TensorHome
 from elixir_fx.runtime.transfers import Ticket
 
@@ -92,7 +92,6 @@ class Reducer:
         self.sources: weakref.WeakSet[Source] = weakref.WeakSet()  # of gradients that are away
         self.undefined: frozenset[str] = frozenset()
         self.shared: frozenset[str] = frozenset()  # other graphs add to these in the same pass
-        self._pass: int | None = None
         self._fresh: set[str] = set()  # shared ones that had no gradient when the pass began
         self.reduced_bytes = 0
         self.waited_s = 0.0
@@ -137,13 +136,14 @@ class Reducer:
         to an old gradient, which is not the same as one use after the other."""
         if entry.path not in self.shared:
             return False
-        current = pass_number()
-        if current != self._pass:
-            self._pass = current
-            self._fresh.clear()
         if entry.parameter.grad is None:
             self._fresh.add(entry.path)
         return entry.path not in self._fresh
+
+    def begin_pass(self, shared: frozenset[str]) -> None:
+        """A backward pass begins in which several graphs add to the `shared` parameters."""
+        self.shared = shared
+        self._fresh.clear()
 
     def forget(self, chunk: int) -> None:
         """The chunk's gradients are ordinary tensors from now on."""
