@@ -145,6 +145,14 @@ class Pair:
         self.do(lambda side: sorted_states(side.optimizer))
         self.do(lambda side: side.log)
 
+    def finish(self) -> None:
+        """End the step under way and do another: all is equal before, and at the end."""
+        self.check()
+        self.do(lambda side: side.optimizer.step())
+        self.do(lambda side: side.optimizer.zero_grad())
+        self.train(1)
+        self.check()
+
     def away(self) -> list[str]:
         return [name for name, p in self.ours.model.named_parameters() if is_away(p)]
 

@@ -6,26 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from case_models import EVERY_WAY, WHEN_TIGHT, Adapters, Way, pair_of, randn
+from graphs import Adapted
 from harness import loss_of
 from pairs import memory_needed, same
-from torch import Tensor, nn
+from torch import nn
 
 import elixir_fx
 
 THREADS = 1
-
-
-class Adapted(nn.Module):
-    """A frozen weight whose bias learns, beside a low-rank adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(8, 8)
-        self.base.weight.requires_grad_(False)
-        self.a, self.b = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.b(self.a(x))
 
 
 @EVERY_WAY
