@@ -1,9 +1,22 @@
 """What every test module may ask of pytest."""
 
+import gc
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Read when torch is first imported: threads that wait leave the cores to the other test processes.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
+import torch._dynamo
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collector, which many tests call, need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -14,3 +27,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(getattr(request.module, "THREADS", before))
     yield
     torch.set_num_threads(before)
+    # What torch keeps of a module's models, every later collection would look at.
+    torch._dynamo.reset()
+    gc.collect()
