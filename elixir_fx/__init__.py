@@ -14,6 +14,7 @@ from elixir_fx.api import smallest_memory as smallest_memory
 from elixir_fx.errors import CaptureError as CaptureError
 from elixir_fx.errors import ElixirError as ElixirError
 from elixir_fx.errors import PlanError as PlanError
+from elixir_fx.errors import RankError as RankError
 from elixir_fx.errors import TierError as TierError
 from elixir_fx.errors import VerifyError as VerifyError
 from elixir_fx.module import ElixirModule as ElixirModule

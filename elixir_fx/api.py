@@ -16,6 +16,7 @@ from elixir_fx import planner
 from elixir_fx.config import Options, check_disk, read_options
 from elixir_fx.errors import ElixirError
 from elixir_fx.guarded import GuardedSession
+from elixir_fx.lowering import compute_device
 from elixir_fx.module import ElixirModule
 from elixir_fx.plan import Plan
 from elixir_fx.regions import session_of
@@ -23,6 +24,7 @@ from elixir_fx.runtime import checkpoint
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.materialize import is_meta
 from elixir_fx.runtime.parameters import AwayParameter
+from elixir_fx.team import Team, team_of
 
 Inputs = tuple[Any, ...] | Mapping[str, Any]
 
@@ -47,6 +49,11 @@ def compile(
         disk: folder of the disk tier; None: no disk tier. `disk_memory`: its budget.
         init, weights: how a model on meta gets its values: a function of one module, or a
             safetensors file or folder.
+        process_group: the ranks to train with, each of which makes the same calls; a process
+            group, or a DeviceMesh: of one dimension (shards), or two (replicas, shards). None:
+            all ranks of torch.distributed, where that is initialised. Start weights and
+            buffers are the first rank's.
+        reduction: "mean" or "sum" of the gradients over the ranks.
         keep: homes that you fix, by parameter or module path: {"wte": "device"}.
         ignore: paths of parameters that are left alone.
         plan: a Plan, or the path of one, instead of the planner's.
@@ -57,7 +64,8 @@ def compile(
 
     Raises CaptureError (the model is not one graph), PlanError (no plan fits: it says the
     smallest memory that would do), TierError (disk or memory cannot be had), ElixirError
-    (an unknown option, a model that is compiled or wrapped already). Nothing has changed then.
+    (an unknown option, a model that is compiled or wrapped already), RankError (the ranks do not
+    train the same model, or one of them failed). Nothing has changed then.
     """
     return compile_over(Files(), model, optimizer, example_inputs, options)
 
@@ -76,7 +84,8 @@ def compile_over(
     read = read_options(options)
     check_disk(read)
     _check_values_wanted(model, read)
-    compiled = ElixirModule(GuardedSession(model, optimizer, read, files))
+    team = team_of(read, compute_device(model))
+    compiled = ElixirModule(GuardedSession(model, optimizer, read, files, team))
     if example_inputs is not None:
         args, kwargs = _inputs(example_inputs)
         compiled._session.prepare(args, kwargs)
@@ -88,17 +97,22 @@ def plan(
     example_inputs: Inputs,
     *,
     optimizer: torch.optim.Optimizer | str | None = "adamw",
+    ranks: int = 1,
     **options: Any,
 ) -> Plan:
     """Plan without running: what `compile()` with these options would decide.
 
     The model may be on meta and is left as it is. `optimizer` may be a name ("adamw", "sgd").
-    `disk_memory` plans for a disk tier without naming a folder.
+    `disk_memory` plans for a disk tier without naming a folder. With `ranks` it is the plan of
+    one of so many, each with a machine and budgets like these and links to the others, or on one
+    host if the machine computes on its CPU; give a `machine` whose links to peers were measured
+    for a forecast in seconds that means something.
     Raises as `compile()` does.
     """
     _check_model(model)
     args, kwargs = _inputs(example_inputs)
-    session = GuardedSession(model, optimizer, read_options(options))
+    _check_ranks(ranks)
+    session = GuardedSession(model, optimizer, read_options(options), planned_ranks=ranks)
     found = session.plan_only(args, kwargs)
     if found is None:
         raise ElixirError(f"{type(model).__name__} does no tensor operation on these inputs")
@@ -110,14 +124,23 @@ def smallest_memory(
     example_inputs: Inputs,
     *,
     optimizer: torch.optim.Optimizer | str | None = "adamw",
+    ranks: int = 1,
     **options: Any,
 ) -> int:
-    """The smallest `memory`, in bytes, that `compile()` would accept with these options."""
+    """The smallest `memory`, in bytes of each of the `ranks`, that `compile()` would accept with
+    these options."""
     _check_model(model)
     args, kwargs = _inputs(example_inputs)
-    session = GuardedSession(model, optimizer, read_options(options))
+    _check_ranks(ranks)
+    session = GuardedSession(model, optimizer, read_options(options), planned_ranks=ranks)
     facts = session.facts_only(args, kwargs)
-    return planner.smallest(facts, session.machine, session.lowering.limits, {})
+    lowering = session.lowering
+    return planner.smallest(facts, session.machine, lowering.limits, {}, lowering.group)
+
+
+def _check_ranks(ranks: int) -> None:
+    if not isinstance(ranks, int) or ranks < 1:
+        raise ElixirError(f"ranks={ranks!r}: give the number of ranks, 1 or more")
 
 
 @contextmanager
@@ -137,16 +160,37 @@ def save(
     """Save weights, buffers, optimizer states and random states, streamed tensor by tensor.
 
     Weights are safetensors files with the original names and an index, loadable without
-    elixir_fx. A folder that exists is replaced once the new one is complete.
+    elixir_fx. A folder that exists is replaced once the new one is complete. Of several ranks
+    all call it, with one folder that the first one writes, and it returns when that is done.
     """
-    checkpoint.save(folder, _plain(model), optimizer)
+    plain, team = _plain(model), _team(model)
+    if team is None:
+        checkpoint.save(folder, plain, optimizer)
+        return
+    with team.ranks.together("while saving"):
+        if team.ranks.leads:
+            checkpoint.save(folder, plain, optimizer)
+        else:
+            checkpoint.read_along(plain, optimizer)
+        team.ranks.wait_for_first()
 
 
 def load(
     folder: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> None:
-    """Load what `save` wrote, into the homes that this model's plan chose."""
-    checkpoint.load(folder, _plain(model), optimizer)
+    """Load what `save` wrote, into the homes that this model's plan chose, of any number of
+    ranks: all of them call it. Streams of random numbers are restored in one process only; of
+    several ranks each keeps its own."""
+    plain, team = _plain(model), _team(model)
+    if team is None:
+        checkpoint.load(folder, plain, optimizer)
+        return
+    with team.ranks.together("while loading"):
+        checkpoint.load(folder, plain, optimizer, random=False)
+
+
+def _team(model: nn.Module) -> Team | None:
+    return model._session.team if isinstance(model, ElixirModule) else None
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
@@ -233,9 +234,15 @@ def _step(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-def real_mode() -> AbstractContextManager[None]:
-    """A context in which tensors are real although a capture is going on."""
-    return _disable_current_modes()
+@contextmanager
+def real_mode() -> Iterator[None]:
+    """A context in which tensors are real although a capture is going on.
+
+    Without the Python dispatcher, too: an operator that goes through it holds the interpreter,
+    which deadlocks with a communication's own threads.
+    """
+    with no_python_dispatcher(), _disable_current_modes():
+        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

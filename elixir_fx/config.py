@@ -10,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from elixir_fx.errors import ElixirError, PlanError, TierError
-from elixir_fx.machine import Machine, Tier
+from elixir_fx.machine import HOMES, Machine, Tier
 from elixir_fx.pipeline import PIPELINE, Pipeline
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.units import parse_size
 
 KERNELS = ("eager",)
+REDUCTIONS = ("mean", "sum")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class Options:
     kernels: str = "eager"
     init: Callable[[nn.Module], object] | None = None
     weights: Path | None = None
+    process_group: Any = None
+    reduction: str = "mean"
     keep: Mapping[str, Tier] = field(default_factory=dict)
     ignore: Sequence[str] = ()
     plan: Plan | None = None
@@ -82,6 +85,11 @@ def read_options(
             f"kernels={values['kernels']!r}: this version runs PyTorch's own kernels, "
             "kernels='eager'"
         )
+    if values.get("reduction", "mean") not in REDUCTIONS:
+        raise ElixirError(
+            f"reduction={values['reduction']!r}: gradients are combined over ranks by one of "
+            f"{list(REDUCTIONS)}"
+        )
     return Options(**values)
 
 
@@ -101,11 +109,10 @@ def _folder(disk: str | os.PathLike[str]) -> Path:
 
 
 def _tier(path: str, tier: object) -> Tier:
-    try:
-        return Tier(str(tier))
-    except ValueError:
-        names = [known.value for known in Tier]
-        raise PlanError(f"keep={{{path!r}: {tier!r}}}: a home is one of {names}") from None
+    names = [known.value for known in HOMES]
+    if str(tier) not in names:
+        raise PlanError(f"keep={{{path!r}: {tier!r}}}: a home is one of {names}")
+    return Tier(str(tier))
 
 
 def _machine(machine: object) -> Machine:
@@ -119,19 +126,21 @@ def _machine(machine: object) -> Machine:
     )
 
 
-def limits(options: Options, machine: Machine) -> Limits:
-    """The budgets in force: what was asked for, else what the machine has."""
+def limits(options: Options, machine: Machine, ranks: int = 1) -> Limits:
+    """The budgets in force, of one rank: what was asked for, else what the machine has for each
+    of the `ranks` on it."""
     if machine.unified and options.host_memory:
         raise PlanError(
             "host_memory is refused on a CPU: host and device are one memory, bounded by `memory`; "
             "give a `disk` for what does not fit"
         )
-    device = options.memory if options.memory is not None else machine.memory[Tier.DEVICE]
+    device = machine.memory[Tier.DEVICE] // (ranks if machine.unified else 1)
+    device = options.memory if options.memory is not None else device
     host = 0
     if not machine.unified:
-        host = machine.memory.get(Tier.HOST, 0)
+        host = machine.memory.get(Tier.HOST, 0) // ranks
         host = options.host_memory if options.host_memory is not None else host
     disk = options.disk_memory
     if disk is None:
-        disk = machine.memory.get(Tier.DISK, 0) if options.disk is not None else 0
+        disk = machine.memory.get(Tier.DISK, 0) // ranks if options.disk is not None else 0
     return Limits(device=device, host=host, disk=disk)

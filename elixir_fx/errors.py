@@ -27,3 +27,7 @@ class VerifyError(ElixirError):
 
 class TierError(ElixirError):
     """A tier of memory (device, host, disk) could not hold, read or write what it must."""
+
+
+class RankError(ElixirError):
+    """Ranks that train one model together disagree, or one of them failed or went away."""

@@ -9,7 +9,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +23,8 @@ from elixir_fx.config import Options, limits
 from elixir_fx.dynamo import ForwardError
 from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
-from elixir_fx.plan import Plan
+from elixir_fx.plan import Group, Plan
+from elixir_fx.planner import search
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
@@ -31,6 +32,7 @@ from elixir_fx.runtime.migrate import Migration
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.tracing import calls_through, plain
 from elixir_fx.session import Session, ordinary_state_bytes
+from elixir_fx.team import Team
 
 
 @contextmanager
@@ -59,9 +61,24 @@ class GuardedSession(Session):
         optimizer: torch.optim.Optimizer | str | None,
         options: Options,
         files: Files | None = None,
+        team: Team | None = None,
+        planned_ranks: int = 1,
     ) -> None:
-        super().__init__(model, optimizer, options, files)
+        """`team`: the ranks that this one trains with; `planned_ranks`: how many to plan for,
+        without them."""
+        super().__init__(model, optimizer, options, files, team)
+        group: Group | None = None
+        if team is not None:
+            group = team.group
+            self.lowering.share_plan = team.share_plan
+        elif planned_ranks > 1:
+            self.machine = self.lowering.machine = self.machine.with_peers()
+            group = Group(ranks=planned_ranks, shared=self.machine.unified)
+        if group is not None:
+            self.lowering.group = group
+            self.lowering.make_plan = partial(search, group=group)
         self.is_full = False  # within full_parameters()
+        self._syncs = True  # gradients are summed over the ranks
         self._calls = threading.local()  # of each thread: whether it only captures, and its stacks
         self._capture = Capture(model, self)
 
@@ -72,7 +89,12 @@ class GuardedSession(Session):
         if self.is_full:
             raise ElixirError("the compiled model cannot be called inside full_parameters()")
         with calls_through(self.model, None):
-            return self._call(args, kwargs)
+            try:
+                return self._call(args, kwargs)
+            except ElixirError as error:
+                if self.team is not None:
+                    self.team.ranks.fail(error)
+                raise
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
@@ -83,12 +105,15 @@ class GuardedSession(Session):
             try:
                 return self._guarded(args, kwargs)
             except LayoutError:
+                if self.team is not None:
+                    raise
                 with self._lock:
                     if not self._plan_again(args, kwargs):
                         raise
             return self._guarded(args, kwargs)
         except ForwardError:
-            if is_meta(self.model):
+            apart = self.team is not None and not self.team.group.shared
+            if is_meta(self.model) or apart:  # where reading parameters takes all ranks
                 raise
         self.model(*args, **kwargs)  # raises what the model raises, in its own words
         raise CaptureError(
@@ -124,13 +149,14 @@ class GuardedSession(Session):
         where the call has no tensor operation to plan. Errors leave the model as it was.
         """
         # What is made here outlives an inference mode that the caller may be in.
-        with self.progress, torch.inference_mode(False):
+        with self.progress, torch.inference_mode(False), self._together():
             if not self._capture_only(args, kwargs):
                 return False
             self._settle()
         if self._optimizer is not None:
             try:
-                self.bind(self._optimizer)
+                with self._together():
+                    self.bind(self._optimizer)
             except ElixirError:
                 assert self.engine is not None
                 self.engine.give_back()
@@ -138,6 +164,12 @@ class GuardedSession(Session):
                 self.engine, self.stats = None, Stats()
                 raise
         return True
+
+    def _together(self) -> AbstractContextManager[None]:
+        """Around what the other ranks wait for: its errors are theirs too."""
+        if self.team is None:
+            return nullcontext()
+        return self.team.ranks.together("while the model was compiled")
 
     def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         """The plan for these inputs; the model is left as it is."""
@@ -193,7 +225,25 @@ class GuardedSession(Session):
                 device=self.device,
             )
         engine.move_all_home()
+        if self.team is not None:
+            self.team.start_equal(self.model, set(engine.entries))
         self.start(engine)
+        self._set_syncs(self._syncs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside keep their gradients to this rank."""
+        before = self._syncs
+        self._set_syncs(False)
+        try:
+            yield
+        finally:
+            self._set_syncs(before)
+
+    def _set_syncs(self, syncs: bool) -> None:
+        self._syncs = syncs
+        if self.engine is not None:
+            self.engine.set_syncs(syncs)
 
     @contextmanager
     def full(self, writeback: bool) -> Iterator[None]:

@@ -21,7 +21,7 @@ from elixir_fx.facts import Facts, OptimizerFacts, Parameter, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
-from elixir_fx.plan import Layout, Limits, Plan, Schedule
+from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner import Formulas, Values, at, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
@@ -34,6 +34,15 @@ SIZES = 64  # sizes of inputs that are known to fit, of all graphs with dynamic 
 MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
 MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
+
+
+# How ranks come to one plan: given the step and a planner that leaves some bytes alone.
+SharePlan = Callable[[StepGraph, Callable[[int], Plan]], Plan]
+
+
+def own_plan(step: StepGraph, plan: Callable[[int], Plan]) -> Plan:
+    """The plan of one rank."""
+    return plan(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,8 @@ class Lowering:
     progress: Callable[[str], None]
     plan: Plan | None = None
     make_plan: MakePlan = search
+    share_plan: SharePlan = own_plan
+    group: Group = ONE_RANK
     pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
     sparse: set[str] = field(default_factory=set)  # parameters whose gradients are sparse
@@ -102,7 +113,11 @@ class Lowering:
         """Make or extend the plan, and tell the step what was decided."""
         annotate(step, self.machine, self.options.passes)
         if self.plan is None:
-            self.plan = self.options.plan or self.first_plan(step)
+            plan = self.share_plan(
+                step, lambda room: self.options.plan or self.first_plan(step, room)
+            )
+            _check_group(plan.layout.group, self.group)
+            self.plan = plan
         facts = step.facts()
         known = {entry.key: entry for entry in self.plan.schedules}
         if step.key not in known:
@@ -147,14 +162,20 @@ class Lowering:
         """When the chunks move in a graph. LayoutError if it does not fit."""
         return schedule(facts, self.machine, self.limits, plan.layout, self.held_bytes())
 
-    def first_plan(self, step: StepGraph) -> Plan:
-        """Search for a plan; operators are timed only where something has to move."""
+    def first_plan(self, step: StepGraph, spare_bytes: int = 0) -> Plan:
+        """Search for a plan that leaves `spare_bytes` of the device's budget alone; operators
+        are timed only where something has to move."""
+        plan = self._search(step, spare_bytes)
+        return replace(plan, limits=self.limits)
+
+    def _search(self, step: StepGraph, spare_bytes: int) -> Plan:
         pins = {path: Tier(tier) for path, tier in step.pinned.items()}
+        limits = replace(self.limits, device=max(0, self.limits.device - spare_bytes))
         self.progress("planning")
-        plan = self.make_plan(step.facts(), self.machine, self.limits, pins)
+        plan = self.make_plan(step.facts(), self.machine, limits, pins)
         if plan.layout.keeps_all:
             return plan
-        if self.machine.unified:
+        if self.machine.unified and not plan.layout.all_home:
             bound_heap()  # before the first large tensor: what a heap holds it keeps
         if not step.missing:
             return plan
@@ -163,7 +184,7 @@ class Lowering:
             self.machine = self.machine.with_operators(self.measured(step))
         annotate(step, self.machine, self.options.passes)
         self.progress("planning")
-        return self.make_plan(step.facts(), self.machine, self.limits, pins)
+        return self.make_plan(step.facts(), self.machine, limits, pins)
 
     def measured(self, step: StepGraph) -> Mapping[str, float]:
         """Seconds of the step's operators, from the user's cache or measured now."""
@@ -207,6 +228,18 @@ def _thawed(layout: Layout, parameters: tuple[Parameter, ...]) -> Layout:
         for c in layout.chunks
     )
     return replace(layout, chunks=chunks)
+
+
+def _check_group(planned: Group, group: Group) -> None:
+    """PlanError if a plan that was given is for other ranks."""
+    if planned.ranks != group.ranks:
+        raise PlanError(
+            f"the plan is for {planned.ranks} ranks and {group.ranks} train this model: plan again"
+        )
+    if planned.shared and not group.shared:
+        raise PlanError(
+            "the plan is for ranks that share memory on one CPU host, and these do not: plan again"
+        )
 
 
 def _check_belongs(plan: Plan, parameters: tuple[Parameter, ...]) -> None:

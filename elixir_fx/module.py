@@ -8,7 +8,7 @@ training capture, `backward_module` the backward.
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -123,14 +123,18 @@ class ElixirModule(fx.GraphModule):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_ over the model's parameters."""
+        """torch.nn.utils.clip_grad_norm_ over the model's parameters: on every rank the norm of
+        the whole gradients, each element counted once."""
         return nn.utils.clip_grad_norm_(
             self.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate without reducing over ranks; in one process there is nothing to do."""
-        return nullcontext()
+        """Backwards inside add this rank's own gradients up without summing them over the ranks;
+        the next backward outside sums them all. Takes the memory of whole gradients. In one
+        process there is nothing to do."""
+        session: GuardedSession = self._session
+        return session.no_sync()
 
     def train(self, mode: bool = True) -> "ElixirModule":
         self._original.train(mode)

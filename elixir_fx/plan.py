@@ -13,7 +13,7 @@ from typing import Any
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 
-VERSION = 1
+VERSION = 2
 ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
 
 
@@ -32,6 +32,29 @@ class Limits:
 
     def of(self, tier: Tier) -> int:
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}[tier]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """The ranks that train one model together; by default there is one.
+
+    `shared`: all are on one host whose CPU computes, so that what is at home in memory lies in
+    memory that every one of them sees, and gathering it moves nothing.
+    """
+
+    ranks: int = 1
+    shared: bool = False
+
+    def gradient_block_bytes(self, chunk: "Chunk") -> int:
+        """The room that a chunk's gradients take while they are summed over the ranks: as many
+        bytes for what the other ranks send, unless they can look at it; one share more for the
+        old value where that is away."""
+        received = 0 if self.shared or not chunk.sharded else align(chunk.nbytes)
+        needed = align(chunk.nbytes) + received + align(chunk.share_bytes)
+        return max(needed, ALIGNMENT_BYTES)  # a chunk of empty parameters passes through one too
+
+
+ONE_RANK = Group()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +88,11 @@ class Homes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Parameters of one dtype that move together. `numel` counts elements, padding included."""
+    """Parameters of one dtype that move together. `numel` counts elements, padding included.
+
+    `shards` equal parts of it, cut at multiples of 64 elements of every parameter, are at home
+    with as many ranks, the rank-th with each; one shard is the whole chunk, on every rank.
+    """
 
     id: int
     dtype: str
@@ -74,6 +101,33 @@ class Chunk:
     trainable: bool
     slices: tuple[Slice, ...]
     homes: Homes
+    shards: int = 1
+
+    @property
+    def sharded(self) -> bool:
+        return self.shards > 1
+
+    @property
+    def gathered(self) -> bool:
+        """Whether its parameters are read from a gather, not from ordinary tensors."""
+        return self.sharded or self.homes.parameters is not Tier.DEVICE
+
+    @property
+    def share_numel(self) -> int:
+        """Elements that one rank has."""
+        return self.numel // self.shards
+
+    @property
+    def share_bytes(self) -> int:
+        return self.share_numel * self.itemsize
+
+    def own(self, piece: Slice, rank: int) -> tuple[int, int]:
+        """First and end of the elements of a parameter that a rank has, counted from the
+        parameter's first; equal where it has none."""
+        share = self.share_numel
+        first = min(max(rank * share - piece.offset, 0), piece.span)
+        end = min(max((rank + 1) * share - piece.offset, 0), piece.span)
+        return first, end
 
     @property
     def nbytes(self) -> int:
@@ -89,19 +143,26 @@ class Chunk:
         """Elements that a slice takes in the chunk, padding included."""
         return align(piece.span * self.itemsize) // self.itemsize
 
-    def units(self, update_numel: int) -> tuple[tuple[Slice, ...], ...]:
-        """The pieces the optimizer streams: consecutive slices of at most `update_numel`
-        elements together, or one slice that is larger."""
+    def units(self, update_numel: int, rank: int = 0) -> tuple[tuple[Slice, ...], ...]:
+        """The pieces the optimizer of a rank streams: consecutive slices of which it has at most
+        `update_numel` elements together, or more of one slice. Those of which it has none
+        come with their neighbours, or alone."""
         units: list[tuple[Slice, ...]] = []
         room = -1
         for piece in self.slices:
-            if units and piece.span <= room:
+            first, end = self.own(piece, rank)
+            if units and end - first <= room:
                 units[-1] += (piece,)
-                room -= piece.span
+                room -= end - first
             else:
                 units.append((piece,))
-                room = update_numel - piece.span
+                room = update_numel - (end - first)
         return tuple(units)
+
+    def own_width(self, piece: Slice, rank: int) -> int:
+        """Elements of a slice that a rank has, padded as they are where they stream."""
+        first, end = self.own(piece, rank)
+        return align((end - first) * self.itemsize) // self.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +186,7 @@ class Layout:
     disk_bytes: int
     staging_bytes: int = 0  # host memory between disk and device, on an accelerator
     mapped: bool = False  # parameters at home on the disk are tensors over a mapped file
+    group: Group = ONE_RANK
 
     @property
     def mapped_bytes(self) -> int:
@@ -136,8 +198,29 @@ class Layout:
 
     @property
     def keeps_all(self) -> bool:
-        """Everything stays on the device: no node of ours is needed."""
+        """Everything stays on the device, of one rank: no node of ours is needed."""
+        return self.group.ranks == 1 and self.all_home
+
+    @property
+    def all_home(self) -> bool:
+        """Nothing is away on another tier; what ranks share may still be gathered."""
         return all(chunk.homes.on_device for chunk in self.chunks)
+
+    def takes_block(self, chunk: Chunk) -> bool:
+        """Whether a gathered chunk lies in the gather cache; otherwise it is where it is at
+        home, in memory that the ranks share."""
+        return chunk.gathered and not (self.group.shared and chunk.homes.parameters is Tier.DEVICE)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of all gradient blocks."""
+        return self.gradient_blocks * self.gradient_block_bytes
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the gradient blocks where they are memory of their own, which other ranks
+        look at, and not a part of the arena."""
+        return self.block_bytes if self.group.shared else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,7 +230,8 @@ class Gather:
     `before` is the name of the first node that reads it and `after` of the last one;
     `prefetch` the node before which its transfer starts (None: at the gather itself).
     `offset` is its block's place in the arena, in bytes. `kept` says that the chunk is
-    planned to be there still from the forward, so that nothing moves.
+    planned to be there still from the forward, so that nothing moves; `resident`, that it is at
+    home in memory that the ranks share, and takes no block.
     """
 
     chunk: int
@@ -157,6 +241,7 @@ class Gather:
     after: str
     prefetch: str | None
     kept: bool = False
+    resident: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +349,7 @@ class Plan:
                 schedules=tuple(_schedule(entry) for entry in data["schedules"]),
                 notes=tuple(data["notes"]),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"malformed plan: {error!r}") from error
 
 
@@ -277,7 +362,8 @@ def _layout(data: dict[str, Any]) -> Layout:
             for piece in entry.pop("slices")
         )
         chunks.append(Chunk(**entry, homes=homes, slices=slices))
-    return Layout(chunks=tuple(chunks), **data)
+    group = Group(**data.pop("group"))
+    return Layout(chunks=tuple(chunks), group=group, **data)
 
 
 def _schedule(data: dict[str, Any]) -> Schedule:

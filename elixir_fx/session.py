@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
+from elixir_fx import ops
 from elixir_fx.capture import Captured, Lowered
 from elixir_fx.codegen import (
     Boxed,
@@ -37,19 +38,23 @@ from elixir_fx.config import Options, limits
 from elixir_fx.errors import ElixirError, PlanError
 from elixir_fx.facts import OptimizerFacts
 from elixir_fx.lowering import Admitted, Lowering, compute_device
+from elixir_fx.machine import Machine
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
+from elixir_fx.runtime.accumulation import pass_number
 from elixir_fx.runtime.disk import Files
-from elixir_fx.runtime.engine import Engine
+from elixir_fx.runtime.engine import Engine, Half
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.mapped import MappedFile
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
-from elixir_fx.runtime.parameters import AwayTensor, pass_number
+from elixir_fx.runtime.parameters import AwayTensor
 from elixir_fx.runtime.probe import probe
+from elixir_fx.runtime.sharded_engine import ShardedEngine
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.store import Store
-from elixir_fx.step import Record, StepGraph
+from elixir_fx.step import Record, StepGraph, stay_of
+from elixir_fx.team import Team
 
 VIEWS_ABOVE = 3  # nodes that may stand between a result and the captured graph's node
 
@@ -74,19 +79,19 @@ class Session:
         optimizer: torch.optim.Optimizer | str | None,
         options: Options,
         files: Files | None = None,
+        team: Team | None = None,
     ) -> None:
         self.model = model
+        self.team = team
         self._files = Files() if files is None else files
         self.options = options
         self.device = compute_device(model)
         self.progress = Progress()
-        self.machine = options.machine or this_machine(
-            self.device, _disk_to_measure(options), threads=torch.get_num_threads()
-        )
+        self.machine = self._machine() if team is None else team.machine(self._machine)
         self.lowering = Lowering(
             options=options,
             machine=self.machine,
-            limits=limits(options, self.machine),
+            limits=limits(options, self.machine, team.on_this_host if team else 1),
             optimizer=probe(optimizer, trained(model)) if optimizer is not None else None,
             progress=self.progress,
         )
@@ -103,6 +108,12 @@ class Session:
         self._warned = False
         self._step_hook: Any = None
         self._local = threading.local()
+
+    def _machine(self) -> Machine:
+        """The machine that was given, or this one as it is measured."""
+        return self.options.machine or this_machine(
+            self.device, _disk_to_measure(self.options), threads=torch.get_num_threads()
+        )
 
     @property
     def plan(self) -> Plan | None:
@@ -214,7 +225,13 @@ class Session:
             assert self.options.disk is not None
             mapped = MappedFile(self.options.disk, layout.mapped_bytes, self._files)
         parameters = dict(self.model.named_parameters())
-        engine = Engine(layout, store, parameters, self.device, mapped)
+        engine = (
+            Engine(layout, store, parameters, self.device, mapped)
+            if self.team is None
+            else ShardedEngine(
+                layout, store, parameters, self.device, self.team.ranks, self.team.mean
+            )
+        )
         engine.written = weakly(self._written)
         return engine
 
@@ -227,7 +244,8 @@ class Session:
         """Have the C library keep freed memory, or give it back, as the engine's layout needs."""
         if self.machine.unified:
             gc.collect()  # capturing leaves cycles behind
-            relax_heap() if engine.layout.keeps_all else bound_heap()
+            free = engine.layout.keeps_all or self.options.memory is None
+            relax_heap() if engine.layout.all_home and free else bound_heap()
 
     def start(self, engine: Engine) -> None:
         """From now on steps run with this engine."""
@@ -371,6 +389,17 @@ def _disk_to_measure(options: Options) -> Path | None:
     return options.disk
 
 
+def _half_of(module: fx.GraphModule, backward: bool) -> Half:
+    """What of a generated half the engine must know before it runs."""
+    gathers, reduces = [], []
+    for node in module.graph.nodes:
+        if node.target is ops.GATHER and not stay_of(node).resident:
+            gathers.append(stay_of(node).chunk)
+        elif node.target is ops.REDUCE:
+            reduces.append((node.args[0], tuple(node.args[1])))
+    return Half(backward=backward, gathers=tuple(gathers), reduces=tuple(reduces))
+
+
 class _Run:
     """The two halves of one captured step as they are run."""
 
@@ -385,6 +414,7 @@ class _Run:
         """The half as AOTAutograd calls it; its code is generated at its first run."""
         made: list[Executable] = []
         saved = [is_activation(n) for n in module.graph.nodes if n.op == "placeholder"]
+        meets = _half_of(module, backward)
 
         def run(boxed: list[Any]) -> Sequence[Any]:
             session = self._session()
@@ -398,33 +428,36 @@ class _Run:
             output_bytes = session.graph(self._key).output_bytes
             own_bytes = session.begin_backward() if backward else 0
             held_bytes = session.held_bytes() - own_bytes
+            none = self._without_gradient(session) if backward else []
+            engine.reducer.undefined = frozenset(self._paths[index] for index in none)
             with (
-                engine.running(),
+                engine.running(meets),
                 session.stats.half(key, activations, output_bytes, held_bytes),
             ):
                 if not backward:
                     engine.reducer.rest()
                     engine.recycler.keeps = True
                     return made[0](engine, boxed)
-                return self._backward(session, engine, made[0], boxed)
+                return self._backward(engine, made[0], boxed, none)
 
         return run
 
+    def _without_gradient(self, session: Session) -> list[int]:
+        """Places of the inputs that, as in eager, get no gradient, not zeros: no output in the
+        loss depends on them."""
+        undefined = session._local.__dict__.pop("undefined", frozenset()) if self._several else ()
+        if not undefined:
+            return []
+        return [index for index, reach in enumerate(self._reach) if reach and reach <= undefined]
+
     def _backward(
-        self, session: Session, engine: Engine, function: Executable, boxed: list[Any]
+        self, engine: Engine, function: Executable, boxed: list[Any], none: list[int]
     ) -> Sequence[Any]:
         engine.reducer.start()
         engine.recycler.keeps = not keeps_graph()
-        undefined = session._local.__dict__.pop("undefined", frozenset()) if self._several else ()
-        if not undefined:
+        if not none:
             return function(engine, boxed)
-        # As in eager: no gradient, not zeros, where no output in the loss depends on it.
-        none = [index for index, reach in enumerate(self._reach) if reach and reach <= undefined]
-        engine.reducer.undefined = frozenset(self._paths[index] for index in none)
-        try:
-            results = list(function(engine, boxed))
-        finally:
-            engine.reducer.undefined = frozenset()
+        results = list(function(engine, boxed))
         for index in none:
             results[index] = None
         engine.pass_by(self._paths[index] for index in none)

@@ -24,7 +24,6 @@ from torch import fx
 
 from elixir_fx import ops
 from elixir_fx.errors import VerifyError
-from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Gather, Plan, Slice
 from elixir_fx.step import (
     Reference,
@@ -113,8 +112,14 @@ def _arguments(step: StepGraph) -> None:
         if node.target is not ops.GATHER:
             continue
         chunk = step.chunk(stay_of(node).chunk)
-        if chunk.homes.parameters is Tier.DEVICE:
+        if not chunk.gathered:
             raise VerifyError(f"{node.name}: chunk {chunk.id} is at home on the device")
+        layout = step.layout
+        if layout is not None and stay_of(node).resident == layout.takes_block(chunk):
+            raise VerifyError(
+                f"{node.name}: chunk {chunk.id} is said to be resident where it takes a block, or "
+                "the other way round"
+            )
         if node.args[1:3] != (chunk.numel, getattr(torch, chunk.dtype)):
             raise VerifyError(f"{node.name} does not have the size of chunk {chunk.id}")
         for view in node.users:
@@ -193,7 +198,8 @@ class _Walk:
                     f"{node.name}: chunk {chunk.id} is planned to be kept from the forward, "
                     "but its block is written over in between"
                 )
-            known = _Stay(gather=stay, nbytes=chunk.nbytes, backward=is_backward(node))
+            nbytes = 0 if stay.resident else chunk.nbytes
+            known = _Stay(gather=stay, nbytes=nbytes, backward=is_backward(node))
             self.take(node, known, chunk)
         elif not gathers or known.node is not None:
             raise VerifyError(f"{node.name}: chunk {chunk.id} is already there")
@@ -262,6 +268,16 @@ def _overlap(one: _Stay, other: _Stay) -> bool:
 
 def _slices(plan: Plan) -> None:
     for chunk in plan.layout.chunks:
+        if chunk.shards not in (1, plan.layout.group.ranks):
+            raise VerifyError(
+                f"chunk {chunk.id} is cut into {chunk.shards} parts for "
+                f"{plan.layout.group.ranks} ranks"
+            )
+        if chunk.sharded and chunk.numel % (chunk.shards * CUT_ELEMENTS):
+            raise VerifyError(
+                f"{chunk.numel} elements of chunk {chunk.id} are not {chunk.shards} parts of a "
+                f"multiple of {CUT_ELEMENTS}"
+            )
         for piece in chunk.slices:
             if piece.offset % CUT_ELEMENTS:
                 raise VerifyError(
@@ -278,7 +294,7 @@ def _slices(plan: Plan) -> None:
 def _away_parameters(step: StepGraph, plan: Plan) -> None:
     parameters = step.parameter_nodes
     for chunk in plan.layout.chunks:
-        if chunk.homes.parameters is Tier.DEVICE:
+        if not chunk.gathered:
             continue
         for piece in chunk.slices:
             node = parameters.get(piece.path)
@@ -296,9 +312,11 @@ def _same_reads(step: StepGraph) -> None:
         return
     now = _parameter_reads(step)
     names = {node.name for node in step.nodes}
+    chunks = step.layout.chunks if step.layout is not None else ()
+    empty = {piece.path for chunk in chunks for piece in chunk.slices if not piece.span}
     for (name, place), path in step.reference.reads.items():
         found = now.get((name, place))
-        if name in names and found != path:
+        if name in names and found != path and not {found, path} <= empty:
             what = f"parameter {found!r}" if found else "something else"
             raise VerifyError(f"input {place} of {name} is {what}, not parameter {path!r}")
 

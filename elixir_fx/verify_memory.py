@@ -54,7 +54,7 @@ def _check(when: str, constant: int, live: int, plan: Plan) -> None:
 def _arena(step: StepGraph, plan: Plan) -> None:
     """The arena holds the gather cache beside the gradient blocks, and any unit."""
     layout = plan.layout
-    blocks = layout.gradient_blocks * layout.gradient_block_bytes
+    blocks = layout.block_bytes - layout.shared_bytes
     if layout.gather_bytes + blocks > layout.arena_bytes:
         raise VerifyError(
             f"gather cache and gradient blocks take {sizes(layout.gather_bytes + blocks)} of an "
@@ -64,17 +64,23 @@ def _arena(step: StepGraph, plan: Plan) -> None:
         if not chunk.trainable:
             continue
         room = layout.gradient_block_bytes if layout.gradient_blocks else 0
-        if chunk.homes.gradients is not Tier.DEVICE and chunk.nbytes > room:
+        passes = chunk.homes.gradients is not Tier.DEVICE or layout.group.ranks > 1
+        needed = (
+            layout.group.gradient_block_bytes(chunk) if layout.group.ranks > 1 else chunk.nbytes
+        )
+        if passes and needed > room:
             raise VerifyError(f"no gradient block holds the gradients of chunk {chunk.id}")
-        for unit in chunk.units(layout.update_numel):
-            if _unit_bytes(step, chunk, unit) > layout.arena_bytes:
-                raise VerifyError(
-                    f"the arena does not hold {unit[0].path!r} of chunk {chunk.id} in the update"
-                )
+        for rank in range(chunk.shards):
+            for unit in chunk.units(layout.update_numel, rank):
+                if _unit_bytes(step, chunk, unit, rank) > layout.arena_bytes:
+                    raise VerifyError(
+                        f"the arena does not hold {unit[0].path!r} of chunk {chunk.id} in the "
+                        "update"
+                    )
 
 
-def _unit_bytes(step: StepGraph, chunk: Chunk, unit: tuple[Slice, ...]) -> int:
-    numel = sum(chunk.width(piece) for piece in unit)
+def _unit_bytes(step: StepGraph, chunk: Chunk, unit: tuple[Slice, ...], rank: int) -> int:
+    numel = sum(chunk.own_width(piece, rank) for piece in unit)
     homes, total = chunk.homes, 0
     for home in (homes.parameters, homes.gradients):
         total += 0 if home is Tier.DEVICE else align(numel * chunk.itemsize)
@@ -102,18 +108,22 @@ def _update_bytes(step: StepGraph, plan: Plan) -> int:
         return 0
     largest = 0
     for chunk in plan.layout.chunks:
-        away = chunk.homes.states is not Tier.DEVICE
+        away = chunk.homes.states is not Tier.DEVICE or chunk.sharded
         optimizer = step.optimizer.of(chunk.dtype)
         per_element = optimizer.scratch_bytes + (optimizer.state_bytes if away else 0)
-        for unit in chunk.units(plan.layout.update_numel) if chunk.trainable else ():
-            largest = max(largest, per_element * sum(chunk.width(piece) for piece in unit))
+        for rank in range(chunk.shards) if chunk.trainable else ():
+            for unit in chunk.units(plan.layout.update_numel, rank):
+                elements = sum(chunk.own_width(piece, rank) for piece in unit)
+                largest = max(largest, per_element * elements)
     return largest
 
 
 def _constant_bytes(step: StepGraph, plan: Plan) -> int:
-    total = plan.layout.arena_bytes + step.buffer_bytes
+    total = plan.layout.arena_bytes + plan.layout.shared_bytes + step.buffer_bytes
     for chunk in plan.layout.chunks:
         elements = sum(piece.span for piece in chunk.slices)
+        if chunk.sharded:
+            elements = chunk.share_numel
         if chunk.homes.parameters is Tier.DEVICE:
             total += elements * chunk.itemsize
         if chunk.trainable and chunk.homes.gradients is Tier.DEVICE:

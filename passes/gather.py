@@ -60,9 +60,11 @@ def _call(step: StepGraph, chunk: Chunk, stay: Gather, device: torch.device) -> 
         lambda: torch.empty(chunk.numel, dtype=dtype, device=device),
     )
     kept = ", kept from the forward" if stay.kept else ""
+    source = f"{chunk.shards} ranks' {chunk.homes.parameters}" if chunk.sharded else None
+    where = "where it is shared" if stay.resident else f"into the block at {sizes(stay.offset)}"
     note = (
         f"gather chunk {chunk.id} ({chunk.title}, {sizes(chunk.nbytes)}) from "
-        f"{chunk.homes.parameters} into the block at {sizes(stay.offset)}{kept}"
+        f"{source or chunk.homes.parameters} {where}{kept}"
     )
     return mark(node, backward=stay.backward, note=note, stay=stay)
 

@@ -49,9 +49,10 @@ def _reduce(step: StepGraph, chunk: Chunk) -> None:
             (chunk.id, slices, gradients),
             lambda: [torch.empty_like(fake) for fake in fakes],
         )
+    over = f", summed over {chunk.shards} ranks," if chunk.sharded else ""
     note = (
         f"reduce chunk {chunk.id} ({chunk.title}, {sizes(chunk.nbytes)}) to "
-        f"{chunk.homes.gradients} after {last.name}"
+        f"{chunk.homes.gradients}{over} after {last.name}"
     )
     mark(node, backward=True, note=note)
     answers = {}

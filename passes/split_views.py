@@ -1,7 +1,7 @@
 """Split views: what the forward derived from a weight is made again in the backward.
 
 Stands before gather: only then does each phase read weights through its own gather.
-Applies to parameters whose home is not the device.
+Applies to parameters that are gathered: at home elsewhere, or in shares with several ranks.
 
 Before    t = aten.t(w); y = aten.mm(x, t); ...; dx = aten.mm(dy, t)
 After     t = aten.t(w); y = aten.mm(x, t); ...; t_again = aten.t(w); dx = aten.mm(dy, t_again)
@@ -10,7 +10,6 @@ Law       no value derived from a gathered weight crosses from forward to backwa
 
 from torch import fx
 
-from elixir_fx.machine import Tier
 from elixir_fx.passes.derived import derived_from_parameters, tensor_inputs
 from elixir_fx.plan import Plan
 from elixir_fx.step import StepGraph, is_backward, mark
@@ -18,12 +17,7 @@ from elixir_fx.step import StepGraph, is_backward, mark
 
 def split_views(step: StepGraph, plan: Plan) -> None:
     """Give the backward readers of a derived weight a derivation of their own."""
-    away = {
-        piece.path
-        for chunk in plan.layout.chunks
-        if chunk.homes.parameters is not Tier.DEVICE
-        for piece in chunk.slices
-    }
+    away = {piece.path for chunk in plan.layout.chunks if chunk.gathered for piece in chunk.slices}
     for path, parameter in step.parameter_nodes.items():
         if path in away:
             _split(step.module.graph, parameter)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import gpt
 from harness import adamw, difference
 from pairs import SPARE, Pair, Side, memory_needed, same
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ from elixir_fx import ElixirError, PlanError
 from elixir_fx.pipeline import PIPELINE
 from elixir_fx.plan import Plan
 from elixir_fx.step import StepGraph
-from elixir_fx.units import GIB
+from elixir_fx.testing import emulated
+from elixir_fx.units import GIB, MIB
 
 THREADS = 1
 
@@ -57,7 +59,7 @@ def test_a_plan_is_made_saved_and_given_back(smallest: int, tmp_path: Path) -> N
     assert plan.forecast.peak_device_bytes <= smallest and plan.forecast.lower_bound_s > 0
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert json.loads((tmp_path / "plan.json").read_text())["elixir_fx_plan"] == 1
+    assert json.loads((tmp_path / "plan.json").read_text())["elixir_fx_plan"] == 2
     for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
         net = elixir_fx.compile(
             Net(), plan=given, memory=smallest, disk=tmp_path, example_inputs=(X,)
@@ -166,3 +168,60 @@ def test_several_models_at_once(smallest: int, tmp_path: Path) -> None:
         other = two if side is one else pairs[1].plain
         results.append([p.grad for p in (*side.net.parameters(), *other.net.parameters())])
     same(*results)
+
+
+def on_meta(**sizes: int) -> tuple[nn.Module, Any]:
+    example = gpt(**sizes)
+    return example.build().to("meta"), example.batches(1)[0]
+
+
+def test_plans_for_many_ranks_need_no_process_group() -> None:
+    """Of a mid-size transformer on meta, on an accelerator that nobody has."""
+    model, batch = on_meta(layers=4, width=256, seq=64, vocab=4096)
+    machine = emulated(device_memory=GIB, host_memory=GIB)
+    options: dict[str, Any] = {"memory": "200MiB", "host_memory": "100MiB", "machine": machine}
+    whole = sum(p.nbytes for p in model.parameters())
+    peaks, needed = [], []
+    for ranks in (2, 64):
+        plan = elixir_fx.plan(model, batch, ranks=ranks, **options)
+        layout = plan.layout
+        assert (layout.group.ranks, layout.group.shared) == (ranks, False)
+        assert plan.forecast.peak_device_bytes <= plan.limits.device == 200 * MIB
+        assert plan.forecast.lower_bound_s <= plan.forecast.step_s
+        share = sum(chunk.share_bytes for chunk in layout.chunks)
+        largest = max(chunk.nbytes for chunk in layout.chunks)
+        assert whole / ranks <= share <= 1.02 * whole / ranks + largest / ranks
+        assert len(plan.schedules[0].gathers) >= len(layout.chunks)
+        peaks.append(plan.forecast.peak_device_bytes)
+        needed.append(elixir_fx.smallest_memory(model, batch, ranks=ranks, **options))
+    assert peaks[0] > peaks[1]
+    assert 200 * MIB > needed[0] >= needed[1]
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_the_smallest_memory_of_a_rank_is_accepted() -> None:
+    model, batch = on_meta(layers=2, width=64, seq=8)
+    options: dict[str, Any] = {"machine": emulated(), "host_memory": "64MiB"}
+    least = elixir_fx.smallest_memory(model, batch, ranks=8, **options)
+    plan = elixir_fx.plan(model, batch, ranks=8, memory=least, **options)
+    assert plan.forecast.peak_device_bytes <= least
+    with pytest.raises(PlanError, match="Smallest that fits"):
+        elixir_fx.plan(model, batch, ranks=8, memory=least - 1, **options)
+
+
+def test_one_rank_is_the_same_as_none_named(smallest: int) -> None:
+    options: dict[str, Any] = {"memory": smallest, "disk_memory": GIB}
+    assert elixir_fx.plan(Net(), (X,), ranks=1, **options) == elixir_fx.plan(Net(), (X,), **options)
+
+
+@pytest.mark.parametrize("ranks", [0, -1, "2", 2.0, None])
+def test_a_number_of_ranks_that_cannot_be(ranks: Any) -> None:
+    for function in (elixir_fx.plan, elixir_fx.smallest_memory):
+        with pytest.raises(ElixirError, match="give the number of ranks, 1 or more"):
+            function(Net(), (X,), ranks=ranks)
+
+
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    plan = elixir_fx.plan(Net(), (X,), ranks=2, **SPARE)
+    with pytest.raises(PlanError, match="the plan is for 2 ranks and 1 train this model"):
+        elixir_fx.compile(Net(), plan=plan, example_inputs=(X,), **SPARE)

@@ -1,9 +1,11 @@
+from dataclasses import replace
+
 import pytest
-from graphs_facts import accelerator, cpu, gpt
+from graphs_facts import ADAMW, accelerator, cpu, gpt
 from scipy.optimize import linprog
 
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Limits
+from elixir_fx.plan import Group, Limits
 from elixir_fx.planner.bound import lower_bound_s, pair_s, update_compute_s
 
 MIB = 1 << 20
@@ -62,3 +64,73 @@ def test_more_memory_never_raises_the_bound():
         lower_bound_s(facts, cpu(), Limits(device=n * MIB, disk=1 << 40)) for n in range(0, 40, 2)
     ]
     assert bounds == sorted(bounds, reverse=True)
+
+
+def test_one_rank_of_many_moves_and_updates_its_part():
+    """With no memory at all, and peers that cost nothing."""
+    facts = gpt(2, 256, 100, 4, flops_per_s=1e18)
+    limits = Limits(device=0, disk=1 << 40)
+    one = lower_bound_s(facts, cpu(), limits)
+    for ranks in (2, 8, 64):
+        group = Group(ranks=ranks, shared=True)
+        bound = lower_bound_s(facts, cpu().with_peers(), limits, group)
+        assert bound - facts.compute_s == pytest.approx(
+            (one - facts.compute_s) / ranks, rel=0.02, abs=1e-6
+        )
+
+
+def test_memory_of_all_ranks_together_counts():
+    facts = gpt(2, 256, 100, 4, flops_per_s=1e18)
+    whole = 16 * sum(p.span for p in facts.parameters)
+    for ranks in (2, 8):
+        group = Group(ranks=ranks, shared=True)
+        update_s = update_compute_s(facts, cpu()) / ranks
+        enough = Limits(device=facts.buffer_bytes + whole // ranks + 1, disk=1 << 40)
+        assert lower_bound_s(facts, cpu(), enough, group) == facts.compute_s + update_s
+        less = replace(enough, device=enough.device - MIB)
+        assert lower_bound_s(facts, cpu(), less, group) >= facts.compute_s + MIB / 2.2e9
+
+
+def slow_peers():
+    """Other ranks at 1 MB/s, in both directions together."""
+    links = cpu().with_peers().links
+    slow = (replace(x, bytes_per_s=1e6, shared_bytes_per_s=1e6) for x in links[2:])
+    return replace(cpu(), links=(*links[:2], *slow))
+
+
+def test_what_ranks_send_each_other_bounds_the_step():
+    facts = gpt(2, 256, 100, 4, flops_per_s=1e18)
+    enough = Limits(device=1 << 40)
+    trained = sum(p.nbytes for p in facts.parameters)
+    machine = slow_peers()
+    for ranks in (2, 4, 64):
+        bound = lower_bound_s(facts, machine, enough, Group(ranks=ranks))
+        wanted = 2 * trained * (ranks - 1) / ranks / 1e6
+        assert bound == pytest.approx(wanted, rel=1e-3)
+        assert lower_bound_s(facts, machine, enough, Group(ranks=ranks, shared=True)) < wanted / 10
+
+
+def test_frozen_parameters_need_not_be_sent():
+    some = gpt(2, 256, 100, 4, frozen=2, flops_per_s=1e18)
+    trained = sum(p.nbytes for p in some.parameters if p.trainable)
+    bound = lower_bound_s(some, slow_peers(), Limits(device=1 << 40), Group(ranks=2))
+    assert bound == pytest.approx(trained / 1e6, rel=1e-3)
+
+
+def test_an_optimizer_that_needs_parameters_whole_is_no_quicker_on_many_ranks():
+    facts = gpt(2, 64, 100, 16, optimizer=replace(ADAMW, elementwise=False))
+    enough = Limits(device=1 << 40)
+    many = lower_bound_s(facts, cpu().with_peers(), enough, Group(ranks=8, shared=True))
+    assert many == lower_bound_s(facts, cpu(), enough)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_of_any_ranks_more_memory_never_raises_the_bound(shared):
+    facts = gpt(3, 128, 500, 16, flops_per_s=1e14)
+    group = Group(ranks=3, shared=shared)
+    bounds = [
+        lower_bound_s(facts, cpu().with_peers(), Limits(device=n << 19, disk=1 << 40), group)
+        for n in range(0, 40, 2)
+    ]
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[0] > bounds[-1]

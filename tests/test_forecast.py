@@ -85,6 +85,30 @@ def test_a_transfer_from_the_disk_passes_host_memory():
     assert wires.moved(Tier.DISK, Tier.HOST) == wires.moved(Tier.HOST, Tier.DEVICE) == 3 * 10**9
 
 
+def test_a_transfer_may_take_other_bytes_over_each_link():
+    """As a rank's share from its disk, and the rest from its peers."""
+    wires = Wires(disk(MB, MB, 2 * MB).with_peers())
+    done = wires.event()
+    peers = (Tier.PEERS, Tier.DEVICE)
+    wires.send((IN, peers), [MB, 3 * MB], event=done)
+    rate, latency_s = 1.4e9, 3e-4
+    assert wires.wait(done) == pytest.approx(1.0 + 3 * MB / rate + latency_s)
+    assert (wires.moved(*IN), wires.moved(*peers)) == (MB, 3 * MB)
+    nothing = wires.event()
+    wires.send((peers,), [0], event=nothing)  # the ranks wait for each other all the same
+    assert wires.wait(nothing) == pytest.approx(latency_s)
+
+
+def test_a_transfer_over_no_link_is_through_at_once():
+    wires = Wires(disk(MB, MB, 2 * MB))
+    for sizes in (5 * MB, []):
+        done = wires.event()
+        wires.send((), sizes, event=done)
+        assert wires.wait(done) == 0 and wires.now == 0
+    assert wires.moved(*IN) == wires.moved(*OUT) == 0
+    assert wires.moved(Tier.PEERS, Tier.DEVICE) == 0
+
+
 def two_layers(optimizer=SGD):
     """Two weights of 4 MB, one second of compute for each in either phase."""
     b = Builder(optimizer=optimizer)

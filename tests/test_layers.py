@@ -28,6 +28,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"pipeline": ("pipeline",), "split": ("capture", "codegen", "dynamo")},
     {"options": ("config",)},
     {"lowering": ("lowering",)},
+    {"team": ("team",)},
     {"session": ("session",)},
     {"guarded": ("guarded",), "regions": ("regions",)},
     {"module": ("module",)},
@@ -45,7 +46,14 @@ CLOSED = {
     "pipeline": {"runtime": "it runs passes", "planner": "it is given a plan"},
 }
 # Files that may use underscored names of torch; each says on which versions it was tried.
-UNDERSCORES = {"capture.py", "dynamo.py", "codegen.py", "runtime/parameters.py", "runtime/meter.py"}
+UNDERSCORES = {
+    "capture.py",
+    "dynamo.py",
+    "codegen.py",
+    "runtime/accumulation.py",
+    "runtime/meter.py",
+    "runtime/parameters.py",
+}
 
 
 @cache

@@ -1,12 +1,14 @@
+from dataclasses import replace
+
 import pytest
-from graphs_facts import Builder, accelerator, cpu, gpt
+from graphs_facts import ADAMW, Builder, accelerator, cpu, gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
-from elixir_fx.plan import ALIGNMENT_BYTES, Limits
-from elixir_fx.planner.pack import chunk_sizes, pack, pinned_tiers
+from elixir_fx.plan import ALIGNMENT_BYTES, Group, Limits
+from elixir_fx.planner.pack import CUT, PADDING, chunk_sizes, pack, pinned_tiers
 
 MIB = 1 << 20
 LIMITS = Limits(device=1 << 40, disk=1 << 40)
@@ -88,3 +90,46 @@ def test_pins_that_cannot_be_are_refused_by_name():
         pinned_tiers(facts, cpu(), LIMITS, {"wte": Tier.HOST})
     with pytest.raises(PlanError, match="wte is pinned to disk, but this plan has no disk"):
         pinned_tiers(facts, accelerator(), Limits(device=1, host=1), {"wte": Tier.DISK})
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    size=st.integers(1, 1 << 22),
+    ranks=st.integers(2, 64),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_shares_of_a_chunk_are_equal_and_cost_little_padding(size, ranks, dtype):
+    facts = gpt(3, 64, 500, 16, dtype=dtype)
+    alone = pack(facts, size, {})
+    for whole, chunk in zip(alone, pack(facts, size, {}, Group(ranks=ranks)), strict=True):
+        assert chunk == replace(whole, numel=chunk.numel, shards=ranks)
+        assert chunk.share_numel * ranks == chunk.numel and chunk.share_numel % CUT == 0
+        added = chunk.numel - whole.numel
+        assert 0 <= added <= max(PADDING * whole.numel, ranks * CUT - 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 7, 64])
+def test_padding_of_chunks_of_some_size_is_below_one_percent(ranks):
+    facts = gpt(2, 512, 8192, 16)
+    alone = pack(facts, 8 * MIB, {})
+    for whole, chunk in zip(alone, pack(facts, 8 * MIB, {}, Group(ranks=ranks)), strict=True):
+        if whole.nbytes >= 2 * MIB:
+            assert chunk.numel - whole.numel < 0.01 * whole.numel
+    assert sum(whole.nbytes >= 2 * MIB for whole in alone) > 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_shares_of_large_chunks_are_whole_disk_blocks(ranks):
+    facts = gpt(2, 512, 8192, 16)
+    for chunk in pack(facts, 8 * MIB, {}, Group(ranks=ranks)):
+        if chunk.nbytes >= 8 * MIB:
+            assert chunk.share_bytes % ALIGNMENT_BYTES == 0
+
+
+def test_what_an_optimizer_needs_whole_every_rank_has():
+    whole = replace(ADAMW, elementwise=False)
+    facts = gpt(4, 64, 500, 16, frozen=2, optimizer=whole)
+    chunks = pack(facts, 64 << 10, {}, Group(ranks=4))
+    assert {(chunk.trainable, chunk.shards) for chunk in chunks} == {(True, 1), (False, 4)}
+    facts = gpt(4, 64, 500, 16, frozen=2, optimizer=None)
+    assert {chunk.shards for chunk in pack(facts, 64 << 10, {}, Group(ranks=4))} == {4}

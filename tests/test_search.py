@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Role
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Limits, Plan, align
+from elixir_fx.plan import Group, Limits, Plan, align
 from elixir_fx.planner import schedule, search, smallest
 from elixir_fx.planner.space import Space
 from elixir_fx.units import parse_size
@@ -31,33 +31,43 @@ def check(plan, facts, limits, machine):
     assert sorted(paths) == sorted(by_path)
 
     states = facts.optimizer.state_bytes if facts.optimizer else 0
-    constant = facts.buffer_bytes + layout.arena_bytes
+    each = [size for _, size in facts.optimizer.states] if facts.optimizer else []
+    blocks = layout.gradient_blocks * layout.gradient_block_bytes
+    beside = blocks if layout.group.shared else 0  # memory of its own, where other ranks look
+    constant = facts.buffer_bytes + layout.arena_bytes + beside
     elsewhere = {Tier.HOST: 0, Tier.DISK: 0}
-    units = [0]
+    units, update = [0], 0
     for chunk in layout.chunks:
-        elements = sum(s.span for s in chunk.slices)
-        parts = [(chunk.homes.parameters, chunk.itemsize, chunk.itemsize)]
+        elements = chunk.numel // chunk.shards
+        if chunk.shards == 1:
+            elements = sum(s.span for s in chunk.slices)
+        parts = [(chunk.homes.parameters, chunk.itemsize)]
         if chunk.trainable:
-            parts.append((chunk.homes.gradients, chunk.itemsize, chunk.itemsize))
-            parts.append((chunk.homes.states, states, states))
+            parts.append((chunk.homes.gradients, chunk.itemsize))
+            parts += [(chunk.homes.states, size) for size in each]
         else:
             assert chunk.homes.gradients == chunk.homes.states == Tier.DEVICE
-        for tier, size, _ in parts:
+        for tier, size in parts:
             if tier == Tier.DEVICE:
                 constant += elements * size
             else:
-                elsewhere[tier] += align(chunk.numel * size)
-        for unit in chunk.units(layout.update_numel) if chunk.trainable else ():
-            numel = sum(chunk.width(s) for s in unit)
-            units.append(sum(align(numel * n) for tier, n, _ in parts if tier != Tier.DEVICE))
+                elsewhere[tier] += align(chunk.numel // chunk.shards * size)
+        for rank in range(chunk.shards) if chunk.trainable else ():
+            for unit in chunk.units(layout.update_numel, rank):
+                widths = [chunk.own(s, rank) for s in unit]
+                numel = sum(align((end - first) * chunk.itemsize) for first, end in widths)
+                numel //= chunk.itemsize
+                units.append(sum(align(numel * n) for tier, n in parts if tier != Tier.DEVICE))
+                new_states = states if chunk.shards > 1 or chunk.homes.states != Tier.DEVICE else 0
+                scratch = facts.optimizer.scratch_bytes if facts.optimizer else 0
+                update = max(update, numel * (scratch + new_states))
     assert elsewhere[Tier.HOST] == layout.host_bytes
     assert elsewhere[Tier.DISK] == layout.disk_bytes
     assert layout.host_bytes + layout.staging_bytes <= limits.host or machine.unified
     assert layout.disk_bytes <= limits.disk
     if facts.trains:
         assert layout.arena_bytes >= max(units)
-    blocks = layout.gradient_blocks * layout.gradient_block_bytes
-    assert layout.arena_bytes >= layout.gather_bytes + blocks
+    assert layout.arena_bytes >= layout.gather_bytes + blocks - beside
 
     position = {name: i for i, name in enumerate(facts.nodes)}
     reduced = {}
@@ -67,8 +77,12 @@ def check(plan, facts, limits, machine):
         assert position[reduce.after] == max(g for g in complete if g is not None)
         for piece in chunk.slices:
             reduced[piece.path] = position[reduce.after]
-        if chunk.homes.gradients != Tier.DEVICE:
-            assert chunk.nbytes <= layout.gradient_block_bytes and layout.gradient_blocks > 0
+        if chunk.homes.gradients != Tier.DEVICE or layout.group.ranks > 1:
+            needed = chunk.nbytes
+            if layout.group.ranks > 1:  # the block, one share, and what the others send
+                needed += align(chunk.nbytes // chunk.shards)
+                needed += 0 if layout.group.shared or chunk.shards == 1 else chunk.nbytes
+            assert needed <= layout.gradient_block_bytes and layout.gradient_blocks > 0
     live = [0] * len(facts.nodes)
     for s in facts.storages:
         dies = s.dies
@@ -77,26 +91,35 @@ def check(plan, facts, limits, machine):
         if s.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
             for i in range(s.born, dies + 1):
                 live[i] += s.nbytes
-    assert constant + max(live) <= made.forecast.peak_device_bytes <= limits.device
+    if not facts.trains or layout.keeps_all:
+        update = 0
+    needed = constant + max([update, *live])
+    assert needed <= made.forecast.peak_device_bytes <= limits.device
     check_stays(plan, facts, position)
 
 
 def check_stays(plan, facts, position):
     layout, made = plan.layout, plan.schedules[0]
     by_path = {p.path: p for p in facts.parameters}
+    shares = [c for c in layout.chunks if c.shards > 1]
     away = {c.id for c in layout.chunks if c.homes.parameters != Tier.DEVICE}
+    there = {c.id for c in shares if c.id not in away} if layout.group.shared else set()
     wanted = []
     for chunk in layout.chunks:
         reads = [r for s in chunk.slices for r in by_path[s.path].reads]
         for backward in (False, True):
             phase = [r for r in reads if (r >= facts.backward) == backward]
-            if phase and chunk.id in away:
+            if phase and chunk.nbytes and chunk.id in away | {c.id for c in shares}:
                 wanted.append((chunk.id, backward, min(phase), max(phase)))
     found = [(g.chunk, g.backward, position[g.before], position[g.after]) for g in made.gathers]
     assert sorted(found) == sorted(wanted)
     boxes = []
     forward_end = {g.chunk: position[g.after] for g in made.gathers if not g.backward}
     for g in made.gathers:
+        assert g.resident == (g.chunk in there)
+        if g.resident:
+            assert g.prefetch is None and not g.kept
+            continue
         start = position[g.prefetch or g.before]
         assert not facts.nodes[start].startswith("p_")
         start = forward_end[g.chunk] + 1 if g.kept else start
@@ -388,3 +411,116 @@ def test_the_space_of_layouts_contains_its_least():
     need, choice = space.least
     draft = space.drafters[choice.chunk_bytes].draft(choice, lambda layout: True)
     assert draft is not None and draft.need_bytes <= need
+
+
+# -- several ranks -----------------------------------------------------------------------------
+
+SHARED = st.sampled_from(["shared", "messages", "accelerator"])
+RANKS = st.sampled_from([2, 3, 8, 64])
+
+
+def of_ranks(kind, ranks, far=HUGE):
+    """The group, the machine and the limits without a device budget; `far` bytes elsewhere."""
+    if kind == "accelerator":
+        machine, limits = accelerator().with_peers(), Limits(device=1, host=far)
+    else:
+        machine, limits = cpu().with_peers(), Limits(device=1, disk=far)
+    return Group(ranks=ranks, shared=kind == "shared"), machine, limits
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    facts=models(),
+    ranks=RANKS,
+    kind=SHARED,
+    more=st.floats(1.0, 4.0),
+    far=st.sampled_from([0, 1 << 16, HUGE]),
+)
+def test_plans_of_a_rank_keep_their_promises(facts, ranks, kind, more, far):
+    group, machine, limits = of_ranks(kind, ranks, far)
+    least = smallest(facts, machine, limits, group=group)
+    with pytest.raises(PlanError, match="Smallest that fits: memory="):
+        search(facts, machine, replace(limits, device=least - 1), group=group)
+    for device in (least, int(least * more)):
+        fits = replace(limits, device=device)
+        plan = search(facts, machine, fits, group=group)
+        assert plan.layout.group == group and not plan.layout.keeps_all
+        check(plan, facts, fits, machine)
+        made = schedule(facts, machine, fits, plan.layout)
+        assert made.gathers == plan.schedules[0].gathers
+
+
+@settings(max_examples=30, deadline=None)
+@given(facts=random_graphs(), ranks=RANKS, kind=SHARED, more=st.integers(0, 400_000))
+def test_any_graph_is_planned_for_ranks_within_its_limits(facts, ranks, kind, more):
+    group, machine, limits = of_ranks(kind, ranks)
+    least = smallest(facts, machine, limits, group=group)
+    limits = replace(limits, device=least + more)
+    check(search(facts, machine, limits, group=group), facts, limits, machine)
+
+
+@pytest.mark.parametrize("name", sorted(ODD))
+def test_odd_models_on_ranks(name):
+    facts = ODD[name]
+    for kind in ("shared", "messages", "accelerator"):
+        for ranks in (2, 64):
+            group, machine, limits = of_ranks(kind, ranks)
+            least = smallest(facts, machine, limits, group=group)
+            for device in (least, 3 * least):
+                fits = replace(limits, device=device)
+                check(search(facts, machine, fits, group=group), facts, fits, machine)
+
+
+def test_one_rank_plans_as_without_ranks():
+    facts = gpt(4, 96, 700, 32)
+    limits = Limits(device=1, disk=HUGE)
+    least = smallest(facts, cpu(), limits)
+    one = Group(ranks=1)
+    assert smallest(facts, cpu().with_peers(), limits, group=one) == least
+    for device in (least, 2 * least, HUGE):
+        fits = replace(limits, device=device)
+        assert search(facts, cpu().with_peers(), fits, group=one) == search(facts, cpu(), fits)
+
+
+@pytest.mark.parametrize("kind", ["shared", "messages", "accelerator"])
+def test_more_memory_of_a_rank_is_never_slower(kind):
+    facts = gpt(6, 256, 2000, 64, flops_per_s=1e11)
+    group, machine, limits = of_ranks(kind, 4)
+    device = smallest(facts, machine, limits, group=group)
+    forecasts = []
+    while not forecasts or device < 64 * MIB:
+        plan = search(facts, machine, replace(limits, device=device), group=group)
+        assert plan.forecast.peak_device_bytes <= device
+        forecasts.append(plan.forecast)
+        device = int(device * 1.2)
+    for before, after in pairwise(forecasts):
+        assert after.step_s <= before.step_s * 1.001
+    if kind == "shared":
+        assert forecasts[-1].gathered_bytes == 0
+    else:
+        assert forecasts[0].gathered_bytes > forecasts[-1].gathered_bytes
+
+
+@pytest.mark.parametrize("kind", ["shared", "messages", "accelerator"])
+def test_a_rank_has_its_part_of_everything(kind):
+    facts = gpt(6, 256, 2000, 64)
+    whole = sum(p.nbytes for p in facts.parameters)
+    peaks = []
+    for ranks in (2, 8, 64):
+        group, machine, limits = of_ranks(kind, ranks, far=0)
+        plan = search(facts, machine, replace(limits, device=HUGE), group=group)
+        share = sum(chunk.share_bytes for chunk in plan.layout.chunks)
+        largest = max(chunk.nbytes for chunk in plan.layout.chunks)
+        assert whole / ranks <= share <= 1.02 * whole / ranks + largest / ranks
+        least = smallest(facts, machine, limits, group=group)
+        peaks.append(least)
+        # Beside its quarter of states there are activations, gradients on their way and blocks.
+        assert least < 4 * 1.02 * whole / ranks + 3 * largest * 2 + whole
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
+
+
+def test_lbfgs_cannot_be_cut_for_ranks():
+    facts = gpt(2, 96, 700, 16, optimizer=LBFGS)
+    group, machine, limits = of_ranks("shared", 2)
+    with pytest.raises(PlanError):
+        search(facts, machine, replace(limits, device=HUGE), group=group)

@@ -486,3 +486,79 @@ def test_a_store_collected_on_its_own_lane_ends_all_the_same(setup, tmp_path):
         if thread.name.startswith("elixir_fx"):
             thread.join(10)
     assert (threads(), descriptors()) == before
+
+
+# -- memory that stays on the device, beside the arena -----------------------------------------
+
+
+def test_resident_memory_lies_behind_the_arena_and_apart():
+    store, _ = make_store("host", Path())
+    given = noise(3 * BLOCK, 5)
+    regions = [store.reside(100), store.reside(3 * BLOCK, given), store.reside(0), store.reside(7)]
+    assert {region.tier for region in regions} == {Tier.DEVICE}
+    ends = [store.arena.numel(), *(region.end for region in regions)]
+    assert all(a <= b.offset for a, b in zip(ends, regions, strict=False))
+    assert store.used(Tier.DEVICE) == 0  # the arena is not given away by this
+    assert not store.view(regions[0]).any() and store.view(regions[0]).numel() == 100
+    assert store.view(regions[1]).data_ptr() == given.data_ptr()
+    assert store.view(regions[2]).numel() == 0
+    store.view(regions[0])[:] = 1
+    store.view(regions[3])[:] = 2
+    assert (store.view(regions[0]) == 1).all() and (store.view(regions[3]) == 2).all()
+    assert torch.equal(given, noise(3 * BLOCK, 5)) and not store.arena.any()
+    store.close()
+
+
+def test_resident_memory_is_fetched_and_put_by_parts():
+    store, _ = make_store("host", Path())
+    model = bytearray(noise(HOME_BYTES, 1).numpy().tobytes())
+    region = store.reside(HOME_BYTES)
+    store.put(region, noise(HOME_BYTES, 1)).wait()
+    for seed, (offset, nbytes) in enumerate([(0, 1), (BLOCK - 3, 7), (5, 3 * BLOCK), (100, 0)]):
+        part = region.part(offset, nbytes)
+        store.put(part, noise(nbytes, 10 + seed)).wait()
+        model[offset : offset + nbytes] = noise(nbytes, 10 + seed).numpy().tobytes()
+        into = torch.zeros(nbytes, dtype=torch.uint8)
+        store.fetch(part, into).wait()
+        assert torch.equal(into, store.view(part))
+        assert store.view(part).numpy().tobytes() == model[offset : offset + nbytes]
+    assert store.view(region).numpy().tobytes() == model
+    before = store.counters.snapshot()
+    assert before.host_to_device_bytes == before.device_to_host_bytes == 0  # over no link
+    with pytest.raises(TierError, match="a tensor of 3 bytes for"):
+        store.put(region, noise(3, 0))
+    store.close()
+
+
+def test_a_copy_on_the_device_waits_for_what_it_comes_after():
+    store, _ = make_store("host", Path())
+    region = store.reside(BLOCK)
+    lane, gate = Lane("test lane"), threading.Event()
+    source = torch.zeros(BLOCK, dtype=torch.uint8)
+
+    def write():
+        gate.wait()
+        source.fill_(9)
+
+    ticket = lane.submit(write)
+    threading.Timer(0.05, gate.set).start()
+    store.put(region, source, after=[ticket]).wait()
+    assert (store.view(region) == 9).all()
+    lane.close()
+    store.close()
+
+
+def test_a_tensor_at_home_on_the_device_can_be_looked_at(tmp_path):
+    store, away = make_store("unified disk", tmp_path)
+    dtype = torch.bfloat16
+    home = TensorHome(store, store.reside(12), (2, 3), (1, 2), dtype, CPU, "here")
+    value = torch.arange(6, dtype=dtype).view(2, 3)
+    home.store(value)
+    assert home.memory is not None and home.memory.dtype == dtype
+    assert torch.equal(home.view(home.memory), value) and torch.equal(home.load(), value)
+    assert home.load().stride() == (1, 2)
+    home.memory.zero_()
+    assert not home.load().any()
+    there = TensorHome(store, away.part(0, 12), (6,), (1,), dtype, CPU, "there")
+    assert there.memory is None
+    store.close()

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from elixir_fx.errors import PlanError
-from elixir_fx.machine import Machine, Tier
+from elixir_fx.machine import HOMES, Machine, Tier
 from elixir_fx.testing import MemoryGroupError, emulated, memory_group
 
 MIB = 1 << 20
@@ -16,8 +16,8 @@ def test_emulated_is_a_machine_with_links_both_ways(tmp_path):
     machine = emulated(device_memory=1, host_memory=2, disk_memory=3, bytes_per_s=10.0)
     assert machine.emulated and not machine.unified
     assert machine.memory == {Tier.DEVICE: 1, Tier.HOST: 2, Tier.DISK: 3}
-    for source in Tier:
-        for target in Tier:
+    for source in HOMES:
+        for target in HOMES:
             if source != target:
                 assert machine.link(source, target).bytes_per_s > 0
     assert machine.link(Tier.HOST, Tier.DEVICE).shared_bytes_per_s == 20.0

@@ -12,7 +12,8 @@ arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts
 """
 
+from elixir_fx.planner.footprint import live_peak_bytes
 from elixir_fx.planner.search import schedule, search, smallest
 from elixir_fx.planner.shapes import Formulas, Values, at
 
-__all__ = ["Formulas", "Values", "at", "schedule", "search", "smallest"]
+__all__ = ["Formulas", "Values", "at", "live_peak_bytes", "schedule", "search", "smallest"]

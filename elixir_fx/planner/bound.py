@@ -28,6 +28,13 @@ seconds (`pair_s`): c = min(R / r', W / w') where r'/r + w'/w >= 1, else c = 0. 
     max( max over pairs of the step's bytes,
          compute of the graph + max(compute of the update, max over pairs of the update's bytes) )
 
+Of N ranks with equal budgets the mean one must do at least an N-th of all that, where nothing is
+held twice; the update computes an N-th where its parameters may be cut. Unless they share memory
+it must also get from the others, once a step, what they updated, and send them the gradients for
+that; with P the bytes of the parameters that the step trains,
+
+    receives >= (N - 1) / N P,  sends >= (N - 1) / N P
+
 It takes the graph as it is: recomputation and another numeric format are other graphs.
 """
 
@@ -35,7 +42,7 @@ from dataclasses import dataclass
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Link, Machine, Tier
-from elixir_fx.plan import Limits
+from elixir_fx.plan import ONE_RANK, Group, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +50,29 @@ class _Bytes:
     reads: int
     writes: int
 
+    def share(self, ranks: int) -> "_Bytes":
+        return _Bytes(self.reads // ranks, self.writes // ranks)
 
-def lower_bound_s(facts: Facts, machine: Machine, limits: Limits) -> float:
-    """Seconds that one steady step takes at least under `limits`, on any plan."""
+
+def lower_bound_s(facts: Facts, machine: Machine, limits: Limits, group: Group = ONE_RANK) -> float:
+    """Seconds that one steady step takes at least under `limits` of each rank, on any plan."""
     device = max(0, limits.device - facts.buffer_bytes)
     step_s = update_s = 0.0
     for near, far, budget in _pairs(machine, device, limits.host):
-        step, update = _least_bytes(facts, budget)
+        step, update = _least_bytes(facts, budget * group.ranks)
+        step, update = step.share(group.ranks), update.share(group.ranks)
         step_s = max(step_s, pair_s(machine, near, far, step.reads, step.writes))
         update_s = max(update_s, pair_s(machine, near, far, update.reads, update.writes))
     if facts.trains:
-        update_s = max(update_s, update_compute_s(facts, machine))
+        cut = facts.optimizer is None or facts.optimizer.elementwise
+        whole_s = update_compute_s(facts, machine)
+        update_s = max(update_s, whole_s / group.ranks if cut else whole_s)
+        if group.ranks > 1 and not group.shared:
+            trained = sum(
+                p.nbytes for p in facts.parameters if _updated(facts, p.gradient, p.trainable)
+            )
+            others = trained * (group.ranks - 1) // group.ranks
+            step_s = max(step_s, pair_s(machine, Tier.DEVICE, Tier.PEERS, others, others))
     return max(step_s, facts.compute_s + update_s)
 
 

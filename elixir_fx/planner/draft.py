@@ -19,6 +19,11 @@ A byte of parameters at home saves two gathers, and a load and a store in the up
 of states a load and a store; a byte of gradients a store in the backward and a load. Hence
 the orders tried: parameters first, states and gradients after. Within a part chunks
 come in bit-reversed order, so that any number of them is spread evenly between the others.
+
+Of several ranks a part at home on the device is one rank's share, which is no ordinary tensor: its
+chunk is gathered all the same, from the peers or in place where the ranks share memory; and
+everything may be at home, without a tier to be away on. Gradients pass through blocks wherever
+they are at home.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +34,17 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Homes, Layout, Limits, align
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part
 from elixir_fx.planner.pack import away_tiers
-from elixir_fx.planner.place import Stay, Use, core_bytes, extent, first_call, place, uses
+from elixir_fx.planner.place import (
+    Stay,
+    Use,
+    core_bytes,
+    extent,
+    first_call,
+    in_order,
+    place,
+    resident,
+    uses,
+)
 
 Item = tuple[int, Part]  # a part of the chunk with this id
 
@@ -91,11 +106,12 @@ class Drafter:
         stays = place(self._uses(home), layout.gather_bytes, self._first_call)
         if stays is None:
             return None
+        stays = in_order([*stays, *resident(self._residents(home))])
         # At least the cores' own colouring, which also other graphs of the model go by.
         gather_bytes = max(extent(stays), min(self._core_bytes(home), layout.gather_bytes))
         layout = replace(layout, gather_bytes=gather_bytes)
         layout = replace(layout, arena_bytes=self._arena(choice, home, layout))
-        need = self._need_of(home, layout.update_numel, layout.arena_bytes)
+        need = self._need_of(home, layout.update_numel, layout.arena_bytes + layout.shared_bytes)
         if need > self.limits.device:
             return None
         return Draft(choice=choice, layout=layout, stays=stays, need_bytes=need)
@@ -126,7 +142,7 @@ class Drafter:
             (sizes.chunk.id, part)
             for sizes in self._sizes
             for part in Part
-            if sizes.ordinary[part] and not self._pinned(sizes.chunk, part, Tier.DEVICE)
+            if sizes.ordinary[part] and not self._stays(sizes.chunk, part)
         )
 
     @cached_property
@@ -141,8 +157,12 @@ class Drafter:
     def _pin(self, chunk: Chunk) -> Tier | None:
         return self.pins.get(chunk.slices[0].path)
 
-    def _pinned(self, chunk: Chunk, part: Part, tier: Tier) -> bool:
-        return part is Part.PARAMETERS and self._pin(chunk) == tier
+    def _stays(self, chunk: Chunk, part: Part) -> bool:
+        """Whether a part must be on the device: it is pinned there, or there is nothing else.
+        A chunk that all ranks have whole is one that its optimizer must see whole."""
+        if not self._tiers or (self._many and not chunk.sharded):
+            return True
+        return part is Part.PARAMETERS and self._pin(chunk) is Tier.DEVICE
 
     # Steps 1 to 3: the least that must be at home on the device.
 
@@ -150,9 +170,13 @@ class Drafter:
         """The parts away when as few as possible are at home."""
         away = set(self._items)
         self._serve_arena(choice, away)
-        if not self._serve_tiers(choice, away) or not away:
+        if not self._serve_tiers(choice, away) or not (away or self._many):
             return None
         return away
+
+    @property
+    def _many(self) -> bool:
+        return self.footprint.group.ranks > 1
 
     def _serve_arena(self, choice: Choice, away: set[Item]) -> None:
         arena = choice.arena_bytes
@@ -171,9 +195,11 @@ class Drafter:
             part, size = Part.PARAMETERS, largest
             if choice.gradient_blocks * block > arena // 2 or not largest:
                 part, size = Part.GRADIENTS, block
+            if self._many:  # the gradients of every chunk need their block wherever they live
+                part, size = Part.PARAMETERS, largest
             before = len(away)
             for item in sorted(away):
-                if item[1] is part and self._sizes[item[0]].packed[part] >= size:
+                if item[1] is part and self._sizes[item[0]].chunk.nbytes >= size:
                     self._come_home(away, item)
             if len(away) == before:  # only pinned ones are left: they set the arena
                 return
@@ -204,7 +230,8 @@ class Drafter:
             taken = []
             for item in self._ordered(choice, away):
                 size = self._sizes[item[0]].ordinary[item[1]]
-                if size <= room and item not in self._bound_away and len(away) > 1:
+                last = len(away) == 1 and not self._many
+                if size <= room and item not in self._bound_away and not last:
                     room -= size
                     away.discard(item)
                     taken.append(item)
@@ -279,6 +306,7 @@ class Drafter:
 
     def _layout(self, choice: Choice, away: set[Item]) -> Layout | None:
         """The layout of these homes, its gather area as large as the arena allows."""
+        group = self.footprint.group
         assigned = self._assign(away, choice)
         if assigned is None:
             return None
@@ -301,21 +329,24 @@ class Drafter:
             host_bytes=packed[Tier.HOST],
             disk_bytes=packed[Tier.DISK],
             staging_bytes=staging,
+            group=group,
         )
 
     def _need(self, choice: Choice, away: set[Item]) -> int:
         """Device bytes of these homes with the choice's arena, at the step's peak."""
         update_numel = self._update_numel(choice, away)
         blocks = choice.gradient_blocks * self._gradient_block(away)
-        area = self._area(choice, away) + blocks
+        beside = blocks if self.footprint.group.shared else 0
+        area = self._area(choice, away) + blocks - beside
         arena = max(area, choice.ring * self._unit_bytes(away, update_numel))
-        return self._need_of(away, update_numel, arena)
+        return self._need_of(away, update_numel, arena + beside)
 
     def _area(self, choice: Choice, away: set[Item]) -> int:
         """Bytes of the gather area: what the arena leaves, or without `fill` the least."""
         if not choice.fill:
             return self._core_bytes(away)
-        if not any(part is Part.PARAMETERS for _, part in away):
+        # Also where this graph reads none of them: another one may.
+        if not any(self._takes_block(sizes.chunk.id, away) for sizes in self._sizes):
             return 0
         blocks = choice.gradient_blocks * self._gradient_block(away)
         return max(choice.arena_bytes - blocks, self._core_bytes(set(self._bound_away)))
@@ -328,9 +359,9 @@ class Drafter:
         if key not in self._known_cores:
             self._known_cores[key] = core_bytes(gathered)
         idle = sorted(
-            align(self._sizes[chunk].chunk.nbytes)
-            for chunk, part in away
-            if part is Part.PARAMETERS and chunk not in key
+            align(sizes.chunk.nbytes)
+            for sizes in self._sizes
+            if self._takes_block(sizes.chunk.id, away) and sizes.chunk.id not in key
         )
         return max(self._known_cores[key], sum(idle[-2:]))
 
@@ -339,9 +370,8 @@ class Drafter:
         return {}
 
     def _arena(self, choice: Choice, away: set[Item], layout: Layout) -> int:
-        blocks = layout.gradient_blocks * layout.gradient_block_bytes
         return max(
-            layout.gather_bytes + blocks,
+            layout.gather_bytes + layout.block_bytes - layout.shared_bytes,
             choice.ring * self._unit_bytes(away, layout.update_numel),
         )
 
@@ -356,10 +386,28 @@ class Drafter:
         return self.footprint.constant([Homes()] * len(self._sizes))
 
     def _uses(self, away: set[Item]) -> tuple[Use, ...]:
-        return tuple(use for use in self._all_uses if (use.chunk, Part.PARAMETERS) in away)
+        """Uses of the chunks that are gathered into blocks."""
+        return tuple(use for use in self._all_uses if self._takes_block(use.chunk, away))
+
+    def _residents(self, away: set[Item]) -> tuple[Use, ...]:
+        """Uses of the chunks that are gathered where they are at home."""
+        return tuple(
+            use
+            for use in self._all_uses
+            if self._sizes[use.chunk].chunk.sharded and not self._takes_block(use.chunk, away)
+        )
+
+    def _takes_block(self, chunk: int, away: set[Item]) -> bool:
+        if (chunk, Part.PARAMETERS) in away:
+            return True
+        return self._sizes[chunk].chunk.sharded and not self.footprint.group.shared
 
     def _gradient_block(self, away: set[Item]) -> int:
         """A block takes the gradients of any chunk, also one that another graph trains."""
+        if self._many:
+            group = self.footprint.group
+            trained = (s.chunk for s in self._sizes if s.chunk.trainable)
+            return max((group.gradient_block_bytes(chunk) for chunk in trained), default=0)
         return max(
             (self._sizes[chunk].packed[part] for chunk, part in away if part is Part.GRADIENTS),
             default=0,
@@ -374,13 +422,17 @@ class Drafter:
 
     def _update_numel(self, choice: Choice, away: set[Item]) -> int:
         """Elements of a unit: so many that `pieces` of the widest fit the arena."""
+        if not any(sizes.chunk.share_numel for sizes in self._sizes):
+            return 1
         per_element = max(
-            self._away_bytes(away, s.chunk.id, s.packed) / s.chunk.numel
+            self._away_bytes(away, s.chunk.id, s.packed) / s.chunk.share_numel
             for s in self._sizes
-            if s.chunk.numel
+            if s.chunk.share_numel
         )
         target = choice.arena_bytes / max(choice.ring, choice.pieces)
-        return max(1, int(target / per_element)) if per_element else 1
+        if not per_element:  # updated where it is
+            return max(s.chunk.share_numel for s in self._sizes)
+        return max(1, int(target / per_element))
 
     def _unit_bytes(self, away: set[Item], update_numel: int) -> int:
         """The largest unit's bytes away."""

@@ -9,6 +9,9 @@
 A gradient on its way dies at its chunk's reduce. Where everything stays on the device there
 are no reduces: autograd gets the gradients when the backward graph ends, so all of them live
 until then. The old gradients that they are added to are part of the constant.
+
+Where several ranks train, all of this is what one rank holds: its shares of the chunks. Memory
+that the ranks of a host share counts for the rank that it is the share of.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 
 from elixir_fx.facts import Facts, OptimizerFacts, Role, Storage
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Chunk, Homes, Layout, align
+from elixir_fx.plan import ONE_RANK, Chunk, Group, Homes, Layout, align
 
 NO_OPTIMIZER = OptimizerFacts(name="none", states=(), scratch_bytes=0, read_bytes=0)
 
@@ -43,11 +46,13 @@ class ChunkBytes:
 
     @cached_property
     def elements(self) -> int:
+        if self.chunk.sharded:
+            return self.chunk.share_numel
         return sum(piece.span for piece in self.chunk.slices)
 
     @cached_property
     def largest_span(self) -> int:
-        return max(piece.span for piece in self.chunk.slices)
+        return min(max(piece.span for piece in self.chunk.slices), self.elements)
 
     @cached_property
     def ordinary(self) -> dict[Part, int]:
@@ -60,26 +65,37 @@ class ChunkBytes:
 
     @cached_property
     def packed(self) -> dict[Part, int]:
-        return self.of(self.chunk.numel)
+        return self.of(self.chunk.share_numel)
 
     @cached_property
     def widest(self) -> dict[Part, int]:
         """The parts of the largest parameter: what a ring must hold at least."""
-        return self.of(max(self.chunk.width(piece) for piece in self.chunk.slices))
+        widest = max(self.chunk.width(piece) for piece in self.chunk.slices)
+        return self.of(min(widest, self.chunk.share_numel))
 
     def units(self, update_numel: int) -> tuple[tuple[int, int], ...]:
         """(elements with padding, elements without) of each unit of the update."""
         if update_numel not in self._units:
-            self._units[update_numel] = tuple(
-                (sum(map(self.chunk.width, unit)), sum(piece.span for piece in unit))
-                for unit in self.chunk.units(update_numel)
-            )
+            self._units[update_numel] = self._units_of(update_numel, rank=0)
         return self._units[update_numel]
 
+    def _units_of(self, update_numel: int, rank: int) -> tuple[tuple[int, int], ...]:
+        chunk = self.chunk
+        found = []
+        for unit in chunk.units(update_numel, rank):
+            bounds = [chunk.own(piece, rank) for piece in unit]
+            elements = sum(end - first for first, end in bounds)
+            found.append((sum(chunk.own_width(piece, rank) for piece in unit), elements))
+        return tuple(found)
+
     def largest_unit(self, update_numel: int) -> int:
-        """Elements, padding included, of the largest unit."""
+        """Elements, padding included, of the largest unit of any rank."""
         if update_numel not in self._largest:
-            self._largest[update_numel] = max(width for width, _ in self.units(update_numel))
+            self._largest[update_numel] = max(
+                width
+                for rank in range(self.chunk.shards)
+                for width, _ in self._units_of(update_numel, rank)
+            )
         return self._largest[update_numel]
 
     @cached_property
@@ -93,7 +109,7 @@ class ChunkBytes:
     def of(self, numel: int) -> dict[Part, int]:
         """The parts of `numel` consecutive elements, packed. Do not change the answer."""
         if numel not in self._known:
-            nbytes = numel * self.chunk.itemsize
+            nbytes = align(numel * self.chunk.itemsize)
             gradients, states = nbytes, 0
             for _, size in self.optimizer.states:
                 states += align(numel * size)
@@ -129,6 +145,7 @@ class Footprint:
 
     facts: Facts
     chunks: tuple[Chunk, ...]
+    group: Group = ONE_RANK
 
     @cached_property
     def optimizer(self) -> OptimizerFacts:
@@ -204,7 +221,8 @@ class Footprint:
         live = self.live_kept if layout.keeps_all else self.live
         running = int(live.max(initial=0)) + held_bytes
         constant = self.constant([chunk.homes for chunk in layout.chunks])
-        return constant + layout.arena_bytes + max(running, self.layout_update_bytes(layout))
+        constant += layout.arena_bytes + layout.shared_bytes
+        return constant + max(running, self.layout_update_bytes(layout))
 
     def update_bytes(self, states_away: Container[int], update_numel: int) -> int:
         """Device bytes that a streamed update needs beside constant and arena: scratch of one
@@ -215,7 +233,7 @@ class Footprint:
         for sizes in self.sizes:
             if sizes.chunk.trainable:
                 per_element = sizes.optimizer.scratch_bytes
-                if sizes.chunk.id in states_away:
+                if sizes.chunk.id in states_away or sizes.chunk.sharded:
                     per_element += sizes.optimizer.state_bytes
                 peak = max(peak, sizes.largest_unit(update_numel) * per_element)
         return peak
@@ -244,6 +262,11 @@ class Footprint:
         there = [s for s, dies in self.last_deaths if s.born <= position <= dies]
         there.sort(key=lambda storage: (-storage.nbytes, storage.name))
         return tuple((title(storage), storage.nbytes) for storage in there[:count])
+
+
+def live_peak_bytes(facts: Facts) -> int:
+    """The most bytes of activations, temporaries and gradients on their way, in any layout."""
+    return Footprint(facts, ()).live_peak
 
 
 def title(storage: Storage) -> str:

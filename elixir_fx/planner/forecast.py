@@ -5,7 +5,7 @@ nodes; stretches of nodes without an event are one piece of work. Beside it the 
 what prefetches, gathers and reduces ask for (see wires). Where compute must wait, the
 seconds are exposed and booked under their cause:
 
-    a gather waits for its chunk                     "disk->device", "host->device"
+    a gather waits for its chunk                     "disk->device", "peers->device"
     a reduce waits for a block, or copies into it    "device->disk", "reduce"
     the update waits for a unit or for its writes    "update"
     compute is slower while a link streams           "contention"
@@ -13,6 +13,10 @@ seconds are exposed and booked under their cause:
 The update is a ring over the arena: while unit k computes, k + 1 loads and k - 1 writes. A
 unit's place is free again when its writes are done; a load whose place is not yet free is
 waited for, and one whose place is at work follows it. A step ends with the last write.
+
+Of several ranks one is played, and the others do the same: a rank brings its own share of a chunk
+from its home and gets the rest from its peers; gradients go to the peers and its own share of
+the sum home. Ranks of one host that share memory read each other's instead.
 """
 
 from collections import deque
@@ -128,14 +132,20 @@ class Player:
 
     def _fetch(self, chunk: Chunk, wires: Wires) -> int:
         event = wires.event()
-        path = route(self.machine, chunk.homes.parameters, Tier.DEVICE)
-        wires.send(path, chunk.nbytes, event=event)
+        path: Route = ()
+        if chunk.homes.parameters is not Tier.DEVICE:
+            path = route(self.machine, chunk.homes.parameters, Tier.DEVICE)
+        sizes = [chunk.share_bytes] * len(path)
+        if chunk.sharded:
+            path = (*path, (Tier.PEERS, Tier.DEVICE))
+            sizes.append(chunk.nbytes - chunk.share_bytes)
+        wires.send(path, sizes, event=event)
         return event
 
     def _gather(
         self, chunk: Chunk, stay: Stay, arrived: int | None, wires: Wires, timing: Timing
     ) -> None:
-        if stay.kept:
+        if stay.kept or stay.resident:
             timing.hits += 1
             return
         timing.gathered_bytes += chunk.nbytes
@@ -145,7 +155,8 @@ class Player:
         else:
             timing.hits += 1
         timing.waits[chunk.id] = timing.waits.get(chunk.id, 0.0) + waited
-        timing.expose(f"{chunk.homes.parameters}->device", waited)
+        far = Tier.PEERS if chunk.sharded else chunk.homes.parameters
+        timing.expose(f"{far}->device", waited)
 
     def _reduce(
         self,
@@ -156,18 +167,31 @@ class Player:
         blocks: deque[int],
         writes: dict[int, int],
     ) -> None:
-        tier = chunk.homes.gradients
-        if tier == Tier.DEVICE or not chunk.nbytes:
+        tier, group = chunk.homes.gradients, layout.group
+        if (tier == Tier.DEVICE and group.ranks == 1) or not chunk.nbytes:
             return
         timing.reduced_bytes += chunk.nbytes
         if len(blocks) >= layout.gradient_blocks:
-            timing.expose(f"device->{tier}", wires.wait(blocks.popleft()))
-        copy_s = 2 * chunk.nbytes / self.machine.stream_bytes_per_s
+            far = Tier.PEERS if tier == Tier.DEVICE else tier
+            timing.expose(f"device->{far}", wires.wait(blocks.popleft()))
+        # Written to the block; then this rank's share of every rank's is read, and one written.
+        copied = 2 * chunk.nbytes
+        if group.ranks > 1:
+            copied += (group.ranks + 1) * chunk.share_bytes
+        copy_s = copied / self.machine.stream_bytes_per_s
         wires.compute(copy_s)
         timing.expose("reduce", copy_s)
         writes[chunk.id] = wires.event()
-        path = route(self.machine, Tier.DEVICE, tier)
-        wires.send(path, chunk.nbytes, event=writes[chunk.id])
+        path: Route = ()
+        sizes: list[int] = []
+        if group.ranks > 1:  # those that share memory still wait for each other
+            path = ((Tier.DEVICE, Tier.PEERS),)
+            sizes.append(0 if group.shared else chunk.nbytes - chunk.nbytes // group.ranks)
+        if tier != Tier.DEVICE:
+            home_route = route(self.machine, Tier.DEVICE, tier)
+            path = (*path, *home_route)
+            sizes += [chunk.share_bytes] * len(home_route)
+        wires.send(path, sizes, event=writes[chunk.id])
         blocks.append(writes[chunk.id])
 
 
@@ -280,7 +304,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
     timing = player.play(layout, stays)
     footprint = player.footprint
     homes = [chunk.homes for chunk in layout.chunks]
-    constant = footprint.constant(homes) + layout.arena_bytes
+    constant = footprint.constant(homes) + layout.arena_bytes + layout.shared_bytes
     live = footprint.live_kept if layout.keeps_all else footprint.live
     update = footprint.layout_update_bytes(layout)
     peak_live = int(live.max(initial=0))
@@ -298,7 +322,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
         compute_s=timing.compute_s,
         optimizer_s=timing.optimizer_s,
         exposed_s=timing.step_s - timing.compute_s,
-        lower_bound_s=lower_bound_s(player.facts, player.machine, limits),
+        lower_bound_s=lower_bound_s(player.facts, player.machine, limits, layout.group),
         peak_device_bytes=constant + max(peak_live, update),
         peak_host_bytes=layout.host_bytes + layout.staging_bytes,
         disk_read_bytes=into,

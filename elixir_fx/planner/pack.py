@@ -7,6 +7,12 @@ of parameters do not join the running chunk of their kind: one larger than a chu
 that is pinned to another tier, and one whose first and last use in the forward are far
 apart (a tied embedding, the weights of an unrolled cell), since its chunk stays gathered
 all that time.
+
+Where several ranks train, each has an equal part of every chunk. Parts begin at multiples of 64
+elements of every parameter, so that a kernel that updates a part does to each element what it
+does to it in the whole (DESIGN, law 10). An optimizer that needs parameters whole
+(Adafactor, Muon) keeps those it trains whole on every rank; so are scalars, and what the user
+keeps on the device or has left alone.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,11 +21,13 @@ from dataclasses import dataclass
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts, Parameter
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Homes, Limits, Slice, align
+from elixir_fx.plan import ALIGNMENT_BYTES, ONE_RANK, Chunk, Group, Homes, Limits, Slice, align
 
 FAR_FRACTION = 1 / 8  # of the forward's nodes: uses farther apart make a parameter "far"
 FAR_NODES = 8  # but never nearer than this many nodes
 CHUNK_STEPS = (1.0, 1.5, 2.25, 3.4, 5.0, 8.0)  # chunk sizes tried, in typical large parameters
+CUT = 64  # elements at whose multiples parameters are cut for the ranks
+PADDING = 0.005  # of a chunk that may be added so that the parts are whole disk blocks
 ALONE = 64  # a model of at most so many parameters is also tried with a chunk for each
 
 
@@ -34,6 +42,7 @@ class Kind:
     pin: Tier | None
     read: bool
     far: tuple[int, int] | None = None
+    whole: bool = False  # not to be cut between ranks
 
 
 def pinned_tiers(
@@ -95,7 +104,9 @@ def chunk_sizes(facts: Facts) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def pack(facts: Facts, chunk_bytes: int, pins: Mapping[str, Tier]) -> tuple[Chunk, ...]:
+def pack(
+    facts: Facts, chunk_bytes: int, pins: Mapping[str, Tier], group: Group = ONE_RANK
+) -> tuple[Chunk, ...]:
     """Chunks of at most `chunk_bytes` (or one larger parameter), all at home on the device.
 
     Chunk ids count from 0 in order of first use; slices start at multiples of
@@ -104,7 +115,7 @@ def pack(facts: Facts, chunk_bytes: int, pins: Mapping[str, Tier]) -> tuple[Chun
     groups: list[tuple[Kind, list[Parameter]]] = []
     running: dict[Kind, int] = {}
     filled: list[int] = []
-    for parameter, kind in _kinds(facts, pins):
+    for parameter, kind in _kinds(facts, pins, group):
         nbytes = align(parameter.nbytes)
         place = running.get(kind) if kind.far is None else _similar(groups, kind)
         if place is not None and filled[place] + nbytes <= chunk_bytes:
@@ -116,11 +127,22 @@ def pack(facts: Facts, chunk_bytes: int, pins: Mapping[str, Tier]) -> tuple[Chun
         if nbytes <= chunk_bytes:
             running[kind] = len(groups) - 1
     return tuple(
-        _chunk(number, kind, parameters) for number, (kind, parameters) in enumerate(groups)
+        _chunk(number, kind, parameters, 1 if kind.whole else group.ranks)
+        for number, (kind, parameters) in enumerate(groups)
     )
 
 
-def _kinds(facts: Facts, pins: Mapping[str, Tier]) -> Iterator[tuple[Parameter, Kind]]:
+def _needed_whole(facts: Facts, parameter: Parameter) -> bool:
+    """Whether every rank must have all of a parameter: its optimizer reads it whole, or it has
+    no dimension, so that its states cannot be told from counters of steps."""
+    optimizer = facts.optimizer
+    reads_whole = optimizer is not None and not optimizer.elementwise
+    return not parameter.shape or (parameter.trainable and reads_whole)
+
+
+def _kinds(
+    facts: Facts, pins: Mapping[str, Tier], group: Group
+) -> Iterator[tuple[Parameter, Kind]]:
     never = len(facts.nodes)
     ordered = sorted(facts.parameters, key=lambda p: min(p.reads, default=never))
     far = max(FAR_NODES, int(facts.backward * FAR_FRACTION))
@@ -136,6 +158,8 @@ def _kinds(facts: Facts, pins: Mapping[str, Tier]) -> Iterator[tuple[Parameter, 
                 pin=pins.get(parameter.path),
                 read=bool(parameter.reads),
                 far=(min(forward), max(forward)) if distant else None,
+                whole=group.ranks > 1
+                and (_needed_whole(facts, parameter) or pins.get(parameter.path) is Tier.DEVICE),
             ),
         )
 
@@ -151,11 +175,13 @@ def _similar(groups: list[tuple[Kind, list[Parameter]]], kind: Kind) -> int | No
     first, last = kind.far
     for place in range(len(groups) - 1, -1, -1):
         other = groups[place][0]
-        if other.far is None or (other.dtype, other.trainable, other.pin) != (
+        alike = (other.dtype, other.trainable, other.pin, other.whole) == (
             kind.dtype,
             kind.trainable,
             kind.pin,
-        ):
+            kind.whole,
+        )
+        if other.far is None or not alike:
             continue
         common = min(last, other.far[1]) - max(first, other.far[0])
         either = max(last, other.far[1]) - min(first, other.far[0])
@@ -164,7 +190,7 @@ def _similar(groups: list[tuple[Kind, list[Parameter]]], kind: Kind) -> int | No
     return None
 
 
-def _chunk(number: int, kind: Kind, parameters: list[Parameter]) -> Chunk:
+def _chunk(number: int, kind: Kind, parameters: list[Parameter], shards: int) -> Chunk:
     slices = []
     offset = 0
     for parameter in parameters:
@@ -182,8 +208,21 @@ def _chunk(number: int, kind: Kind, parameters: list[Parameter]) -> Chunk:
         id=number,
         dtype=kind.dtype,
         itemsize=kind.itemsize,
-        numel=offset,
+        numel=_divisible(offset, kind.itemsize, shards),
         trainable=kind.trainable,
         slices=tuple(slices),
         homes=Homes(),
+        shards=shards,
     )
+
+
+def _divisible(numel: int, itemsize: int, shards: int) -> int:
+    """`numel`, padded so that `shards` equal parts begin where parameters may be cut, and at
+    disk blocks where that adds little."""
+    if shards == 1:
+        return numel
+    for step in (ALIGNMENT_BYTES // itemsize, CUT):
+        padded = -(-numel // (shards * step)) * shards * step
+        if padded - numel <= PADDING * numel or step == CUT:
+            break
+    return padded

@@ -47,6 +47,7 @@ class Stay:
     first: int
     last: int
     kept: bool = False
+    resident: bool = False
 
 
 @dataclass(slots=True)
@@ -103,6 +104,16 @@ def place(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...
         keeps //= 2
 
 
+def resident(stays: Sequence[Use]) -> tuple[Stay, ...]:
+    """Stays of chunks that are read where they are at home: they take no bytes, nothing moves."""
+    return tuple(replace(core, nbytes=0, resident=True) for core in _cores(stays))
+
+
+def in_order(stays: Iterable[Stay]) -> tuple[Stay, ...]:
+    """Stays by their first readers."""
+    return tuple(sorted(stays, key=lambda stay: (stay.first, stay.chunk)))
+
+
 def extent(stays: Iterable[Stay]) -> int:
     """Bytes of the gather area that stays take."""
     return max((stay.offset + stay.nbytes for stay in stays), default=0)
@@ -121,7 +132,7 @@ def _cores(stays: Sequence[Use]) -> list[Stay]:
         for backward, span in ((False, use.forward), (True, use.backward))
         if span is not None
     ]
-    return sorted(found, key=lambda stay: (stay.first, stay.chunk))
+    return list(in_order(found))
 
 
 def _first_fit(cores: Sequence[Stay]) -> list[Stay]:
@@ -135,7 +146,7 @@ def _first_fit(cores: Sequence[Stay]) -> list[Stay]:
                 break
             offset = max(offset, other.offset + other.nbytes)
         placed.append(replace(stay, offset=offset))
-    return sorted(placed, key=lambda stay: (stay.first, stay.chunk))
+    return list(in_order(placed))
 
 
 def _color(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...] | None:
@@ -189,7 +200,7 @@ def _rotate(
             return None
         start = stay.start
         placed.append(stay)
-    return tuple(sorted([*placed, *kept], key=lambda stay: (stay.first, stay.chunk)))
+    return in_order([*placed, *kept])
 
 
 def _left(placed: Iterable[Stay], chunk: int) -> int:

@@ -25,12 +25,20 @@ from dataclasses import dataclass, field, replace
 from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Layout, Limits, Plan, Schedule
+from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner.bound import pair_s, update_compute_s
 from elixir_fx.planner.draft import ORDERS, Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
-from elixir_fx.planner.place import Stay, core_bytes, first_call, place, uses
+from elixir_fx.planner.place import (
+    Stay,
+    core_bytes,
+    first_call,
+    in_order,
+    place,
+    resident,
+    uses,
+)
 from elixir_fx.planner.space import Space, make_schedule, round_up
 from elixir_fx.units import sizes
 
@@ -41,14 +49,18 @@ RINGS = (1, 2)  # places in the ring that the survey tries where there is little
 
 
 def search(
-    facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, Tier] | None = None
+    facts: Facts,
+    machine: Machine,
+    limits: Limits,
+    pins: Mapping[str, Tier] | None = None,
+    group: Group = ONE_RANK,
 ) -> Plan:
-    """The best plan found for a step under `limits`, by the forecast's step time.
+    """The best plan found for a step under `limits` of each rank, by the forecast's step time.
 
     `pins` fix the home of parameters, by parameter or module path. PlanError if no plan
     meets the limits, with the least device memory that would do.
     """
-    space = Space(facts=facts, machine=machine, limits=limits, pins=pins or {})
+    space = Space(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
     everything = space.keep_all()
     if everything is not None:
         return space.plan(everything)
@@ -59,14 +71,18 @@ def search(
 
 
 def smallest(
-    facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, Tier] | None = None
+    facts: Facts,
+    machine: Machine,
+    limits: Limits,
+    pins: Mapping[str, Tier] | None = None,
+    group: Group = ONE_RANK,
 ) -> int:
     """The least `limits.device` that `search` accepts, in bytes, the other limits as given.
 
     The least over the layouts that the search knows. PlanError where no device memory
     would help: pinned homes that their tier cannot hold.
     """
-    space = Space(facts=facts, machine=machine, limits=limits, pins=pins or {})
+    space = Space(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
     return space.smallest()
 
 
@@ -85,11 +101,11 @@ def schedule(
         raise PlanError(
             f"the plan has no parameter {strangers[0]!r}; it was made for another model"
         )
-    player = Player.of(facts, machine, Footprint(facts, layout.chunks))
+    player = Player.of(facts, machine, Footprint(facts, layout.chunks, layout.group))
     stays: tuple[Stay, ...] = ()
     if not layout.keeps_all:
-        away = [c for c in layout.chunks if c.homes.parameters != Tier.DEVICE]
-        needed = uses(facts, away)
+        gathered = [chunk for chunk in layout.chunks if chunk.gathered]
+        needed = uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)])
         found = place(needed, layout.gather_bytes, first_call(facts))
         if found is None:
             raise LayoutError(
@@ -97,7 +113,8 @@ def schedule(
                 f"the plan's gather area has {sizes(layout.gather_bytes)}. Plan again with it as "
                 "the example"
             )
-        stays = found
+        there = uses(facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
+        stays = in_order([*found, *resident(there)])
     made = make_schedule(player, limits, layout, stays)
     peak = player.footprint.layout_peak(layout, held_bytes)
     if peak > limits.device:

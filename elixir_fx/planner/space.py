@@ -13,7 +13,7 @@ from functools import cached_property
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Gather, Layout, Limits, Plan, Reduce, Schedule
+from elixir_fx.plan import ONE_RANK, Gather, Group, Layout, Limits, Plan, Reduce, Schedule, align
 from elixir_fx.planner.draft import Choice, Draft, Drafter, spread_arenas
 from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
@@ -30,6 +30,7 @@ class Space:
     machine: Machine
     limits: Limits
     pins: Mapping[str, Tier]
+    group: Group = ONE_RANK
 
     @cached_property
     def tiers_by_path(self) -> dict[str, Tier]:
@@ -44,8 +45,9 @@ class Space:
         """One packing of the parameters for each chunk size."""
         found = {}
         for size in self.chunk_sizes:
-            chunks = pack(self.facts, size, self.tiers_by_path)
-            found[size] = Player.of(self.facts, self.machine, Footprint(self.facts, chunks))
+            chunks = pack(self.facts, size, self.tiers_by_path, self.group)
+            footprint = Footprint(self.facts, chunks, self.group)
+            found[size] = Player.of(self.facts, self.machine, footprint)
         return found
 
     @cached_property
@@ -62,8 +64,8 @@ class Space:
 
     @cached_property
     def kept_peak(self) -> int | None:
-        """Device bytes of keeping everything; None if a pin forbids it."""
-        if any(tier != Tier.DEVICE for tier in self.tiers_by_path.values()):
+        """Device bytes of keeping everything; None if a pin or other ranks forbid it."""
+        if self.group.ranks > 1 or any(t != Tier.DEVICE for t in self.tiers_by_path.values()):
             return None
         return self._whole.footprint.kept_peak
 
@@ -95,14 +97,20 @@ class Space:
         whole = max((sum(size.widest.values()) for size in footprint.sizes), default=0)
         total = sum(sum(size.packed.values()) for size in footprint.sizes)
         base = max(chunk_bytes, self.chunk_sizes[0], largest[len(largest) // 2])
-        big = (2 * largest[-1], 3 * largest[-1], whole, 2 * whole)
+        big = [2 * largest[-1], 3 * largest[-1], whole, 2 * whole]
+        if self.group.ranks > 1:
+            needed = (self.group.gradient_block_bytes(chunk) for chunk in footprint.chunks)
+            blocks = 2 * max(needed, default=0)
+            gathered = sum(align(chunk.nbytes) for chunk in footprint.chunks)
+            big.append(blocks + gathered)
+            total = max(total, blocks + gathered)
         return spread_arenas(base, big, total)
 
     @cached_property
     def least(self) -> tuple[int, Choice] | None:
         """The choice that needs the least device memory, and how much."""
         found: tuple[int, Choice] | None = None
-        if not away_tiers(self.machine, self.limits):
+        if not away_tiers(self.machine, self.limits) and self.group.ranks == 1:
             return None
         for size, drafter in self.drafters.items():
             for arena in self.arenas(size):
@@ -119,6 +127,13 @@ class Space:
         moves = self.facts.optimizer is None or not self.facts.optimizer.global_state
         if moves and self.least is not None:
             needs.append(self.least[0])
+        if not needs and not moves:
+            optimizer = self.facts.optimizer
+            assert optimizer is not None
+            raise PlanError(
+                f"{optimizer.name} needs all parameters at once, and they are cut between "
+                f"{self.group.ranks} ranks. Use another optimizer, or one rank"
+            )
         if not needs:
             raise PlanError("the pinned homes do not fit their tiers: give host or disk more room")
         return min(needs)
@@ -146,6 +161,8 @@ class Space:
                 kept += total if home(chunk.homes, part) == Tier.DEVICE else 0
                 whole += total
             notes.append(f"{part}: {sizes(kept)} of {sizes(whole)} at home on the device")
+        if self.group.ranks > 1:
+            notes.append(f"of {self.group.ranks} ranks, each with its share of every chunk")
         return tuple(notes)
 
     def refusal(self) -> str:
@@ -185,6 +202,7 @@ def make_schedule(
             after=facts.nodes[stay.last],
             prefetch=facts.nodes[stay.start] if stay.start < stay.first else None,
             kept=stay.kept,
+            resident=stay.resident,
         )
         for stay in stays
     )

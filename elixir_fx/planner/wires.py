@@ -20,11 +20,13 @@ NEVER = float("inf")
 
 
 class _Transfer:
-    __slots__ = ("event", "left", "nbytes", "parts", "route", "stage")
+    __slots__ = ("event", "left", "parts", "route", "sizes", "stage")
 
-    def __init__(self, route: tuple["_Stream", ...], nbytes: int, parts: int, event: int) -> None:
+    def __init__(
+        self, route: tuple["_Stream", ...], sizes: Sequence[int], parts: int, event: int
+    ) -> None:
         self.route = route
-        self.nbytes = nbytes
+        self.sizes = sizes
         self.parts = parts
         self.event = event
         self.stage = 0
@@ -70,11 +72,17 @@ class Wires:
         self._done.append(False)
         return len(self._done) - 1
 
-    def send(self, route: Route, nbytes: int, *, parts: int = 1, event: int) -> None:
-        """Queue a transfer of `parts` pieces that sets `event` when it is through."""
+    def send(
+        self, route: Route, nbytes: int | Sequence[int], *, parts: int = 1, event: int
+    ) -> None:
+        """Queue a transfer of `parts` pieces that sets `event` when it is through; of as many
+        bytes over every link, or of `nbytes` for each."""
         streams = tuple(self._streams[hop] for hop in route)
-        transfer = _Transfer(streams, nbytes, parts, event)
-        self._enqueue(transfer)
+        sizes = [nbytes] * len(route) if isinstance(nbytes, int) else nbytes
+        if not streams:
+            self._done[event] = True
+            return
+        self._enqueue(_Transfer(streams, sizes, parts, event))
 
     def moved(self, source: Tier, target: Tier) -> int:
         """Bytes sent so far in one direction."""
@@ -107,8 +115,9 @@ class Wires:
 
     def _enqueue(self, transfer: _Transfer) -> None:
         stream = transfer.route[transfer.stage]
-        transfer.left = transfer.nbytes + transfer.parts * stream.latency_s * stream.alone
-        stream.moved += transfer.nbytes
+        nbytes = transfer.sizes[transfer.stage]
+        transfer.left = nbytes + transfer.parts * stream.latency_s * stream.alone
+        stream.moved += nbytes
         stream.queue.append(transfer)
 
     def _busy(self) -> tuple[list[tuple[_Stream, float]], float]:

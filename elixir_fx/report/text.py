@@ -121,7 +121,7 @@ def _repetition(chunks: Sequence[Chunk], start: int) -> tuple[int, int]:
 
 
 def _size_likeness(chunk: Chunk) -> tuple[object, ...]:
-    return (chunk.dtype, chunk.nbytes, chunk.trainable, chunk.homes)
+    return (chunk.dtype, chunk.nbytes, chunk.trainable, chunk.homes, chunk.shards)
 
 
 def _path_likeness(chunk: Chunk) -> tuple[object, ...]:
@@ -154,7 +154,7 @@ def _homes_text(chunks: Sequence[Chunk]) -> str:
     total = sum(chunk.nbytes for chunk in chunks)
     shares = []
     for tier in Tier:
-        nbytes = sum(chunk.nbytes for chunk in chunks if chunk.homes.parameters == tier)
+        nbytes = sum(chunk.share_bytes for chunk in chunks if chunk.homes.parameters == tier)
         if nbytes:
             shares.append(f"{sizes(nbytes)} on {tier}")
     return f"parameters: {sizes(total)} in {len(chunks)} chunks: {', '.join(shares) or 'none'}"
@@ -184,12 +184,13 @@ def _peak(plan: Plan, name: str) -> int:
 
 
 def _arena_text(layout: Layout) -> str:
-    if not layout.arena_bytes:
+    if not layout.arena_bytes and not layout.shared_bytes:
         return ""
     blocks = f"{layout.gradient_blocks} x {sizes(layout.gradient_block_bytes)}"
+    where = ", shared by the ranks" if layout.shared_bytes else ""
     return (
         f"arena {sizes(layout.arena_bytes)}: gathered {sizes(layout.gather_bytes)}, "
-        f"gradient blocks {blocks}"
+        f"gradient blocks {blocks}{where}"
     )
 
 

@@ -104,7 +104,7 @@ class GatherCache:
             return
         block.ticket.finish()
         if block.references:
-            block.ticket = self._store.fetch(self._homes[chunk], block.flat)
+            block.ticket = self._bring(chunk, block.flat, [])
             block.ticket.wait()
         else:
             del self._blocks[chunk]
@@ -137,8 +137,8 @@ class GatherCache:
         end = offset + align(self._chunks[chunk].nbytes)
         if any(self._overlaps(other, offset, end) for other in self._referenced()):
             return block
-        if self._overlaps(block, offset, end) or not block.ticket.settled:
-            block.ticket.finish()
+        block.ticket.finish()
+        if self._overlaps(block, offset, end):
             del self._blocks[chunk]
             return None
         try:
@@ -170,11 +170,15 @@ class GatherCache:
                     del self._blocks[other.chunk]
             flat = self._view(chunk, offset)
         unsettled = [ticket for ticket in before if not ticket.settled]
-        ticket = self._store.fetch(self._homes[chunk], flat, after=unsettled)
+        ticket = self._bring(chunk, flat, unsettled)
         block = Block(chunk, offset, offset + size, flat, ticket)
         self._blocks[chunk] = block
         self.gathered_bytes += nbytes
         return block
+
+    def _bring(self, chunk: int, flat: Tensor, after: list[Ticket]) -> Ticket:
+        """Start to fill a block with the chunk."""
+        return self._store.fetch(self._homes[chunk], flat, after=after)
 
     def _free_place(self, wanted: int, size: int) -> int | None:
         """The planned offset if nobody uses it, else the first gap between blocks in use."""

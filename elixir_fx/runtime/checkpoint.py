@@ -133,14 +133,27 @@ def save(folder: str | Path, model: nn.Module, optimizer: Optimizer | None = Non
         (fresh / RECORD).write_text(json.dumps(record, indent=1))
 
 
+def read_along(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Read what `save` reads, in its order, and write nothing: for the other ranks of one that
+    saves, where reading brings the shares of all ranks together."""
+    names, _ = _names(model)
+    for name, tensor in names.items():
+        pending(name, tensor).load()
+    if optimizer is not None:
+        _, states = optimizer_record(optimizer, _parameter_paths(model))
+        for name, tensor in states.items():
+            pending(name, tensor).load()
+
+
 def load(
     folder: str | Path,
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
     adopt: Adopt | None = None,
+    random: bool = True,
 ) -> None:
-    """Read what `save` wrote into `model`, `optimizer` and torch's random state.
+    """Read what `save` wrote into `model`, `optimizer` and, with `random`, torch's random state.
 
     Values are copied in place, one tensor at a time. TierError, before anything is changed:
     the folder is no checkpoint, names are missing or unexpected, a shape or dtype differs,
@@ -171,7 +184,8 @@ def load(
             tensor.copy_(files.read(name))
             heap.freed(nbytes_of(tensor))
     files.close()
-    _set_random_state(record["random"])
+    if random:
+        _set_random_state(record["random"])
 
 
 def pending(name: str, tensor: Tensor) -> Pending:

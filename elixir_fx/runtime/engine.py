@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,18 @@ from elixir_fx.runtime.hooks import pass_by
 from elixir_fx.runtime.mapped import MappedCache, MappedFile
 from elixir_fx.runtime.parameters import AwayParameter, ChunkGradient, away, settle
 from elixir_fx.runtime.recycler import Recycler
+from elixir_fx.runtime.shards import ShardedHome
 from elixir_fx.runtime.store import Region, Store, TensorHome
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Half:
+    """One half of a captured step as the engine knows it: the chunks that it gathers into blocks
+    and, as (chunk, slices), the gradients that it reduces, in order."""
+
+    backward: bool
+    gathers: tuple[int, ...] = ()
+    reduces: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 class ParameterHome(TensorHome):
@@ -68,6 +80,7 @@ class Engine:
     ) -> None:
         self.layout = layout
         self.store = store
+        self.rank = 0  # among those that train this model
         self.device = device
         self.lock = threading.RLock()
         self.optimizer_s = 0.0
@@ -95,16 +108,20 @@ class Engine:
         self._by_chunk: dict[int, list[Entry]] = {}
         for chunk in layout.chunks:
             self._enter(chunk, parameters)
-        chunks = {chunk.id: chunk for chunk in layout.chunks}
-        self.cache: GatherCache | MappedCache
-        if mapped is None:
-            self.cache = GatherCache(store, chunks, self._regions, layout.gather_bytes)
-        else:
-            self.cache = MappedCache(mapped, chunks, self._mapped_offsets, layout.gather_bytes)
+        self.cache = self._make_cache({chunk.id: chunk for chunk in layout.chunks})
         self.recycler = Recycler()
         self.take = self.recycler.take
         self.give = self.recycler.give
-        self.reducer = Reducer(layout, store, self._by_chunk, self._gradient_regions)
+        self.reducer = self._make_reducer()
+
+    def _make_cache(self, chunks: Mapping[int, Chunk]) -> GatherCache | MappedCache:
+        gather_bytes = self.layout.gather_bytes
+        if self._mapped is None:
+            return GatherCache(self.store, chunks, self._regions, gather_bytes)
+        return MappedCache(self._mapped, chunks, self._mapped_offsets, gather_bytes)
+
+    def _make_reducer(self) -> Reducer:
+        return Reducer(self.layout, self.store, self._by_chunk, self._gradient_regions)
 
     def _enter(self, chunk: Chunk, parameters: Mapping[str, nn.Parameter]) -> None:
         homes = chunk.homes
@@ -273,9 +290,13 @@ class Engine:
                     "copy.deepcopy(model), which is a plain model"
                 )
 
-    def accumulating(self) -> bool:
-        """Whether gradients at home on the device are there already."""
-        return self._witness is not None and self._witness.grad is not None
+    def set_syncs(self, syncs: bool) -> None:
+        """Whether backwards from now on sum gradients over the ranks; here is only one."""
+
+    def gradient_mode(self) -> tuple[bool, ...]:
+        """What of gradients a half meets: halves that meet the same take the same memory. Whether
+        those at home on the device are there already."""
+        return (self._witness is not None and self._witness.grad is not None,)
 
     # -- what generated code calls --------------------------------------------------------
 
@@ -303,7 +324,7 @@ class Engine:
                 pass_by(parameter)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self, half: Half) -> Iterator[None]:
         """Around one half of a step. An exception lets go of every gathered chunk."""
         with self.lock:
             outermost = self._depth == 0
@@ -325,10 +346,12 @@ class Engine:
             [self._owned[piece.path] for piece in unit]
             for chunk in self.layout.chunks
             if chunk.trainable and self._by_chunk[chunk.id][0].parameter in self.entries
-            for unit in chunk.units(self.layout.update_numel)
+            for unit in chunk.units(self.layout.update_numel, self.rank)
         ]
 
-    def state_home(self, parameter: nn.Parameter, name: str, like: Tensor) -> TensorHome:
+    def state_home(
+        self, parameter: nn.Parameter, name: str, like: Tensor
+    ) -> TensorHome | ShardedHome:
         """The home of one element-wise state of a parameter; allocated with its chunk's."""
         entry = self.entries[parameter]
         chunk = entry.chunk

@@ -20,6 +20,7 @@ from elixir_fx.runtime.away import Source
 from elixir_fx.runtime.heap import give_back_pages
 from elixir_fx.runtime.hooks import Accumulation, accumulation, pass_by, run_hooks
 from elixir_fx.runtime.parameters import ChunkGradient
+from elixir_fx.runtime.shards import ShardedHome
 from elixir_fx.runtime.store import Region, Store, TensorHome
 from elixir_fx.runtime.transfers import Ticket
 
@@ -33,20 +34,21 @@ class Entry:
     parameter: nn.Parameter
     chunk: Chunk
     piece: Slice
-    value: TensorHome | None = None
-    gradient: TensorHome | None = None
+    value: TensorHome | ShardedHome | None = None
+    gradient: TensorHome | ShardedHome | None = None
     # What p.grad looks at; alive as long as somebody holds the gradient or a view of it.
     held: "weakref.ref[Source] | None" = None
 
     @property
-    def home(self) -> TensorHome:
+    def home(self) -> TensorHome | ShardedHome:
         """The home of the value of a parameter that is away."""
         assert self.value is not None, self.path
         return self.value
 
     @property
     def states_away(self) -> bool:
-        return self.chunk.trainable and self.chunk.homes.states is not Tier.DEVICE
+        away = self.chunk.homes.states is not Tier.DEVICE or self.chunk.sharded
+        return self.chunk.trainable and away
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,6 +68,10 @@ class _Block:
         """Wait for what is under way; an error is told once."""
         ticket, self.ticket = self.ticket, Ticket.ready()
         ticket.wait()
+
+
+# A parameter, its gradient, and whether that may become p.grad without a copy.
+Arrival = tuple[Entry, Tensor, bool]
 
 
 class Reducer:
@@ -107,7 +113,7 @@ class Reducer:
         """
         entries = self._chunks[chunk]
         answers: list[Tensor | None] = [None] * len(gradients)
-        arrived: list[tuple[Entry, Tensor, bool]] = []
+        arrived: list[Arrival] = []
         for position, (index, gradient) in enumerate(zip(slices, gradients, strict=True)):
             entry = entries[index]
             if entry.path in self.undefined:
@@ -124,12 +130,16 @@ class Reducer:
                 arrived.append((entry, hooked, owned[position] and hooked is gradient))
         gradients.clear()
         if arrived:
-            if chunk in self._regions:
-                self._send_home(chunk, arrived)
-            else:
-                for entry, gradient, own in arrived:
-                    _accumulate(entry.parameter, gradient, own)
+            self._add(chunk, arrived)
         return answers  # autograd itself runs the post-accumulate hooks, at the pass's end
+
+    def _add(self, chunk: int, arrived: "list[Arrival]") -> None:
+        """Add what has arrived to p.grad."""
+        if chunk in self._regions:
+            self._send_home(chunk, arrived)
+        else:
+            for entry, gradient, own in arrived:
+                accumulate(entry.parameter, gradient, own)
 
     def _waits(self, entry: Entry) -> bool:
         """Whether autograd must sum up a shared gradient first: eager adds the sum of all uses
@@ -159,14 +169,14 @@ class Reducer:
         # An earlier gradient that somebody kept has its value in memory: the home has another.
         return held.source.home is entry.gradient and held.source.tensor is None
 
-    def _send_home(self, chunk: int, arrived: list[tuple[Entry, Tensor, bool]]) -> None:
+    def _send_home(self, chunk: int, arrived: "list[Arrival]") -> None:
         region = self._regions[chunk]
         block = self._take_block(chunk)
         memory = block.memory[: region.nbytes]
         self._fetch_next(chunk)
         block.settle()
         for entry, gradient, _ in arrived:
-            assert entry.gradient is not None
+            assert isinstance(entry.gradient, TensorHome)
             first = entry.piece.offset * entry.chunk.itemsize
             flat = memory[first : first + entry.gradient.nbytes].view(entry.dtype)
             total = entry.gradient.view(flat)
@@ -174,7 +184,7 @@ class Reducer:
             if self.is_home(entry):
                 total.add_(gradient)
                 continue
-            _keep_earlier(entry)
+            keep_earlier(entry)
             if held is None:
                 total.copy_(gradient)
             else:
@@ -183,12 +193,16 @@ class Reducer:
         block.fetching = None
         self.reduced_bytes += region.nbytes
         for entry, _, _ in arrived:
-            if not self.is_home(entry):
-                assert entry.gradient is not None
-                source = Source(entry.gradient)
-                self.sources.add(source)
-                entry.held = weakref.ref(source)
-                entry.parameter.grad = ChunkGradient(source)
+            self._at_home(entry)
+
+    def _at_home(self, entry: Entry) -> None:
+        """p.grad is what the gradient's home holds."""
+        if not self.is_home(entry):
+            assert entry.gradient is not None
+            source = Source(entry.gradient)
+            self.sources.add(source)
+            entry.held = weakref.ref(source)
+            entry.parameter.grad = ChunkGradient(source)
 
     def _take_block(self, chunk: int) -> _Block:
         """The block for a chunk's gradients, with their old values in it or on their way."""
@@ -239,6 +253,9 @@ class Reducer:
                 give_back_pages(block.memory)
                 block.used = False
 
+    def end(self) -> None:
+        """A backward has ended: nothing more of it comes."""
+
     def drain(self) -> None:
         """Wait for every gradient that is on its way home."""
         self.start()
@@ -246,14 +263,14 @@ class Reducer:
             block.settle()
 
 
-def _keep_earlier(entry: Entry) -> None:
+def keep_earlier(entry: Entry) -> None:
     """Somebody may still hold an earlier p.grad whose home is about to be written over."""
     source = entry.held() if entry.held is not None else None
     if source is not None:
         source.keep()
 
 
-def _accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool) -> None:
+def accumulate(parameter: nn.Parameter, gradient: Tensor, own: bool) -> None:
     """As autograd's AccumulateGrad: keep the tensor if nobody else has it and it lies in
     memory as the parameter does, else a copy; afterwards add in place."""
     if parameter.grad is not None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from elixir_fx.runtime.parameters import accumulator, executes, post_hooks, tensor_hooks, version
+from elixir_fx.runtime.accumulation import accumulator, executes, post_hooks, tensor_hooks, version
 
 
 class Accumulation(enum.Enum):

@@ -23,14 +23,12 @@ from torch.optim import Optimizer
 
 from elixir_fx.errors import PlanError, TierError
 from elixir_fx.plan import align
+from elixir_fx.runtime.accumulation import version
 from elixir_fx.runtime.away import Home, Source, Ticket
-from elixir_fx.runtime.parameters import (
-    AwayTensor,
-    lend,
-    recall,
-    version,
-)
+from elixir_fx.runtime.parameters import AwayTensor, lend, recall
 from elixir_fx.runtime.probe import own_step, probe
+from elixir_fx.runtime.shards import ShardedHome
+from elixir_fx.runtime.store import TensorHome
 
 
 class Entry(Protocol):
@@ -80,6 +78,7 @@ class _Piece:
     flat: Tensor
     view: Tensor
     writes: bool = False
+    in_place: bool = False  # it is the home itself
 
 
 @dataclass(eq=False)
@@ -218,7 +217,15 @@ class Binding:
                 f"{name}(differentiable=True) needs every parameter in memory, and {away[0]} and "
                 f"{len(away) - 1} others are away. Use differentiable=False"
             )
-        if probe(self.optimizer).global_state:
+        facts = probe(self.optimizer)
+        shared = [p for p in self._parameters() if p in entries and is_sharded(entries[p])]
+        if shared and not facts.elementwise:
+            raise PlanError(
+                f"{name} needs parameters whole, and {entries[shared[0]].path} and "
+                f"{len(shared) - 1} others are cut between the ranks. Give it to "
+                "elixir_fx.compile, which then keeps what it trains whole on every rank"
+            )
+        if facts.global_state:
             raise PlanError(
                 f"{name} needs all parameters at once, and {away[0]} and {len(away) - 1} others "
                 "are away. Give a larger memory budget or another optimizer"
@@ -301,19 +308,22 @@ class Binding:
         yield _Unit(part)
 
     def _homes(self, parameter: nn.Parameter) -> Iterator[tuple[str, Home, AwayTensor | None]]:
-        """The away parts of `parameter` that an update reads: what, its home, its state."""
+        """The away parts of `parameter` that an update reads: what, its home, its state. Of
+        what several ranks share, this rank's elements."""
         entry = self.engine.entries[parameter]
         if entry.value is not None:
-            yield "value", entry.value, None
+            yield "value", _own(entry.value), None
         if entry.gradient is not None and self.engine.gradient_is_home(parameter):
-            yield "gradient", entry.gradient, None
+            yield "gradient", _own(entry.gradient), None
         if parameter in self.optimizer.state:
             for name, state in self.optimizer.state[parameter].items():
                 if isinstance(state, AwayTensor):
-                    yield name, state.source.home, state
+                    yield name, _own(state.source.home), state
 
     def _nbytes(self, parameter: nn.Parameter) -> int:
-        return sum(align(_bytes(home)) for _, home, _ in self._homes(parameter))
+        """What the ring must hold of it; nothing of what is in device memory already."""
+        homes = (home for _, home, _ in self._homes(parameter) if in_place(home) is None)
+        return sum(align(_bytes(home)) for home in homes)
 
     def _stream(self, units: Sequence[_Unit], ring: _Ring, step: "_Step") -> None:
         following = deque(units)
@@ -341,10 +351,14 @@ class Binding:
             load = _Load(parameter, self.engine.entries[parameter])
             unit.loads.append(load)
             for name, home, state in self._homes(parameter):
-                flat = ring.arena[offset : offset + _bytes(home)].view(home.dtype)
-                offset += align(_bytes(home))
-                piece = _Piece(home, flat, home.view(flat))
-                unit.tickets.append(home.fetch(flat))
+                there = in_place(home)
+                if there is None:
+                    flat = ring.arena[offset : offset + _bytes(home)].view(home.dtype)
+                    offset += align(_bytes(home))
+                    unit.tickets.append(home.fetch(flat))
+                else:
+                    flat = there
+                piece = _Piece(home, flat, home.view(flat), in_place=there is not None)
                 if state is not None:
                     load.states[name] = (state, piece)
                 elif name == "value":
@@ -365,7 +379,11 @@ class Binding:
             for load in unit.loads:
                 self._recall(load)
         for load in unit.loads:
-            unit.tickets += [piece.home.put(piece.flat) for piece in load.pieces() if piece.writes]
+            unit.tickets += [
+                piece.home.put(piece.flat)
+                for piece in load.pieces()
+                if piece.writes and not piece.in_place
+            ]
             self.adopt(load.parameter)
         self.engine.updated(unit.parameters)
 
@@ -373,16 +391,25 @@ class Binding:
         parameter = load.parameter
         load.seen = parameter.grad
         if load.value is not None:
+            parameter.grad = None  # it has the shape of the whole
             lend(parameter, load.value.view)
         if load.gradient is not None:
             # With a version counter of its own: views of the arena share one.
             parameter.grad = load.gradient.view.data
-        elif isinstance(load.seen, AwayTensor):
-            parameter.grad = load.seen.snapshot()
+        elif load.seen is not None:
+            parameter.grad = self._ordinary_gradient(load.entry, load.seen)
         load.lent = parameter.grad
         load.lent_version = version(load.lent) if load.lent is not None else 0
         for name, (_, piece) in load.states.items():
             self.optimizer.state[parameter][name] = piece.view
+
+    @staticmethod
+    def _ordinary_gradient(entry: Entry, seen: Tensor) -> Tensor:
+        """A p.grad that is not at home, as the update reads it."""
+        value = seen.snapshot() if isinstance(seen, AwayTensor) else seen
+        if isinstance(entry.value, ShardedHome):
+            return entry.value.elements(value)
+        return value
 
     def _collect(self, load: _Load) -> None:
         """Note what the update wrote, also where it put a new tensor in place of ours."""
@@ -398,6 +425,8 @@ class Binding:
             # Fused kernels claim to write the gradient; only unscaling does.
             load.gradient.writes |= getattr(self.optimizer, "grad_scale", None) is not None
         states = self.optimizer.state[parameter] if load.states else {}
+        if isinstance(load.entry.value, ShardedHome):
+            self._adopt_shares(parameter, set(load.states))
         for name, (_, piece) in load.states.items():
             found = states.get(name)
             if found is not piece.view and isinstance(found, Tensor):
@@ -407,16 +436,26 @@ class Binding:
                 states[name] = piece.view
             piece.writes = found is not None
 
+    def _adopt_shares(self, parameter: nn.Parameter, known: Collection[str]) -> None:
+        """New states of a lent part of a parameter: they are parts of whole states."""
+        states = self.optimizer.state.get(parameter, {})
+        for name, state in states.items():
+            if name not in known and is_elementwise(state, parameter):
+                home = self.engine.state_home(parameter, name, state)
+                _own(home).store(state)
+                states[name] = AwayTensor(self.engine.watched(Source(home)))
+
     def _recall(self, load: _Load) -> None:
         parameter = load.parameter
         states = self.optimizer.state[parameter] if load.states else {}
         for name, (state, piece) in load.states.items():
             if states.get(name) is piece.view:
                 states[name] = state
-        if parameter.grad is load.lent:
-            parameter.grad = load.seen
+        returned = load.seen if parameter.grad is load.lent else parameter.grad
         if load.value is not None:
+            parameter.grad = None
             recall(parameter, changed=load.value.writes)
+        parameter.grad = returned
 
 
 class _Step:
@@ -449,6 +488,21 @@ def bind(optimizer: Optimizer, engine: Engine) -> Binding:
     of its parameters is away.
     """
     return Binding(optimizer, engine)
+
+
+def _own(home: Home) -> Home:
+    """What this rank has of a home."""
+    return home.own if isinstance(home, ShardedHome) else home
+
+
+def is_sharded(entry: Entry) -> bool:
+    """Whether this rank has a part of the parameter only."""
+    return isinstance(entry.value, ShardedHome)
+
+
+def in_place(home: Home) -> Tensor | None:
+    """The value itself, flat, where a home is in device memory."""
+    return home.memory if isinstance(home, TensorHome) else None
 
 
 def _bytes(home: Home) -> int:

@@ -32,10 +32,13 @@ from typing import Any, NoReturn, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, increment_version
+from torch.autograd.graph import GradientEdge, increment_version
 
 from elixir_fx.errors import ElixirError
+from elixir_fx.runtime import on_shares
+from elixir_fx.runtime.accumulation import accumulator
 from elixir_fx.runtime.away import Home, Source, found, one_at_a_time, replaced
+from elixir_fx.runtime.shards import ShardedHome
 
 _raw = torch._C.DisableTorchFunctionSubclass
 _aten = torch.ops.aten
@@ -125,6 +128,11 @@ class AwayTensor(Tensor):
                 f"{func} would change the shape or storage of {_path(args)}, whose value is away: "
                 "do it within elixir_fx.full_parameters(model)"
             )
+        if any(_share(tensor) is not None for tensor in found(args, AwayTensor)):
+            done, result = on_shares.run(func, args, kwargs, _share)
+            if done:
+                _count_write(func, args)
+                return result
         one_by_one = one_at_a_time(func._schema, args, kwargs)
         if one_by_one is None:
             return _run(func, args, kwargs)
@@ -259,6 +267,23 @@ class AwayTensor(Tensor):
 
 class ChunkGradient(AwayTensor):
     """p.grad where the gradient's home is not device memory: in-place operations reach it."""
+
+
+def _count_write(func: Any, args: tuple[Any, ...]) -> None:
+    """Raise the version of the parameter that an in-place operator wrote."""
+    first = args[0]
+    if isinstance(first, AwayTensor) and first.owner is not None and func._schema.is_mutable:
+        owner = first.owner()
+        if owner is not None:
+            increment_version(owner)
+
+
+def _share(value: Any) -> ShardedHome | None:
+    """The home of a whole tensor that several ranks share."""
+    if isinstance(value, AwayTensor) and not value.views and value.source.tensor is None:
+        home = value.source.home
+        return home if isinstance(home, ShardedHome) else None
+    return None
 
 
 def _path(values: Any) -> str:
@@ -498,10 +523,14 @@ def settle(parameter: nn.Parameter, value: Tensor) -> Source:
 
 
 def lend(parameter: nn.Parameter, value: Tensor) -> Source:
-    """Make an AwayParameter ordinary for a moment, with `value` as its data; see `recall`."""
+    """Make an AwayParameter ordinary for a moment, with `value` as its data; see `recall`.
+
+    `value` may be a flat part of it: views of it that somebody holds look at its home then.
+    """
     moved = cast(AwayParameter, parameter)
     source = moved.base.source
-    source.tensor = value.detach()
+    if value.shape == moved.shell.shape:
+        source.tensor = value.detach()
     parameter.__class__ = nn.Parameter
     parameter.data = value
     return source
@@ -524,58 +553,3 @@ def _shell(parameter: nn.Parameter) -> Tensor:
     )
     tensor.untyped_storage().resize_(0)
     return tensor
-
-
-def accumulator(parameter: nn.Parameter) -> Node:
-    """The node of the autograd graph that accumulates into `parameter`.
-
-    Never keep it: it holds the parameter from C++, where no garbage collector looks.
-    """
-    with _raw(), torch.enable_grad():
-        if not parameter.requires_grad:
-            raise RuntimeError("One of the differentiated Tensors does not require grad")
-        function = parameter.view_as(parameter).grad_fn  # reads nothing
-        assert function is not None
-        return cast(Node, function.next_functions[0][0])
-
-
-def executes(node: Node) -> bool | None:
-    """Whether the backward pass under way runs a leaf's `node`; None if it is asked for it.
-
-    RuntimeError outside a backward pass.
-    """
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError as error:
-        if "autograd.grad" not in str(error):
-            raise
-        return None
-
-
-def pass_number() -> int:
-    """Which backward pass is under way on this thread; -1 outside of one."""
-    return int(torch._C._current_graph_task_id())
-
-
-def tensor_hooks(parameter: nn.Parameter) -> dict[int, Any]:
-    """The hooks of `parameter.register_hook`, live, by the key of their handle."""
-    return parameter._backward_hooks or {}
-
-
-def post_hooks(parameter: nn.Parameter) -> dict[int, Any]:
-    """The hooks of `parameter.register_post_accumulate_grad_hook`, live."""
-    return parameter._post_accumulate_grad_hooks or {}
-
-
-def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
-    """Whether only `tensor`, and the one it is a view of, look at `storage`."""
-    users: Any = Tensor._use_count  # type: ignore[attr-defined]
-    base = tensor._base
-    holders = int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object aside
-    alone: bool = users(tensor) == 1  # else p.grad has it too, or a graph that is kept
-    return alone and (holders == 1 if base is None else bool(holders == 2 and users(base) == 2))
-
-
-def version(tensor: Tensor) -> int:
-    """How often `tensor` was written in place."""
-    return tensor._version

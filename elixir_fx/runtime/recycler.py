@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from elixir_fx.runtime.parameters import held_alone
+from elixir_fx.runtime.accumulation import held_alone
 
 
 class Recycler:

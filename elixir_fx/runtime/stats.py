@@ -70,7 +70,7 @@ class Stats:
         engine = self._engine
         assert engine is not None
         started = time.perf_counter()
-        key = (run, engine.accumulating())
+        key = (run, engine.gradient_mode())
         held = engine.gradient_bytes()
         if key in self._peaks and not self._bounded:
             saved.clear()

@@ -14,6 +14,7 @@ memory and fetched from there, until a put has covered it.
 import os
 import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +97,8 @@ class Store:
             Tier.DISK: _Space(disk_bytes),
         }
         self.arena = self._make_arena(arena_bytes)
+        self._resident: list[Tensor] = []  # more device memory, behind the arena in that tier
+        self._starts: list[int] = []  # its offsets there
         drive = open_drive(disk, disk_bytes, Files() if files is None else files)
         try:
             self._movers = self._make_movers(machine, host_bytes, staging_bytes, drive)
@@ -149,10 +152,28 @@ class Store:
             space.used += align(nbytes)
         return region
 
+    def reside(self, nbytes: int, memory: Tensor | None = None) -> Region:
+        """A region of the device tier outside the arena, which stays for good: `memory`, or
+        `nbytes` of fresh zeros."""
+        if memory is None:
+            memory = self._make_arena(nbytes)
+        with self._lock:
+            last = len(self._starts) - 1
+            end = align(self.arena.numel())
+            if self._starts:
+                end = self._starts[last] + align(self._resident[last].numel())
+            self._resident.append(memory)
+            self._starts.append(end)
+        return Region(Tier.DEVICE, end, nbytes)
+
     def view(self, region: Region) -> Tensor:
-        """The arena's bytes of a region on the device tier."""
+        """The device memory of a region, as bytes."""
         assert region.tier == Tier.DEVICE, "only device memory can be looked at"
-        return self.arena[region.offset : region.end]
+        index = bisect_right(self._starts, region.offset) - 1
+        if index < 0:
+            return self.arena[region.offset : region.end]
+        start = self._starts[index]
+        return self._resident[index][region.offset - start : region.end - start]
 
     def fetch(self, region: Region, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Bring a region's bytes into `into`, contiguous device memory of just that many bytes.
@@ -263,7 +284,7 @@ class TensorHome:
         device: torch.device,
         path: str,
     ) -> None:
-        self.memory = store
+        self._store = store
         self.region = region
         self.shape = tuple(shape)
         self.strides = tuple(strides)
@@ -278,12 +299,19 @@ class TensorHome:
     def fetch(self, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Bring the value into `into`, 1-D of `span` elements of this dtype, on the device."""
         self._check_flat(into)
-        return self.memory.fetch(self.region, into, after)
+        return self._store.fetch(self.region, into, after)
 
     def put(self, source: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Take the value home from `source`, as `fetch` brings it."""
         self._check_flat(source)
-        return self.memory.put(self.region, source, after)
+        return self._store.put(self.region, source, after)
+
+    @property
+    def memory(self) -> Tensor | None:
+        """The value itself, 1-D, where it is at home in device memory."""
+        if self.region.tier is not Tier.DEVICE:
+            return None
+        return self._store.view(self.region).view(self.dtype)
 
     def view(self, flat: Tensor) -> Tensor:
         """`flat`, 1-D of `span` elements, seen with the tensor's shape and strides."""

@@ -319,7 +319,7 @@ def _run(entry: _Entry, runner: Runner) -> None:
 
 
 class CudaLane(Lane):
-    """A lane whose jobs issue copies between pinned host memory and one device's memory.
+    """A lane whose jobs issue copies and collectives on one device's memory.
 
     A copy that overwrites device memory, or reads a fresh result, needs an event of the compute
     stream before it: pass `compute_fence(device)` among its `behind`.
@@ -327,6 +327,17 @@ class CudaLane(Lane):
 
     def __init__(self, name: str, device: torch.device) -> None:
         super().__init__(name, CudaRunner(device))
+
+
+def lane_of(name: str, device: torch.device) -> Lane:
+    """A lane for work on a device's own memory: on CUDA it issues it on a stream of its own."""
+    return CudaLane(name, device) if device.type == "cuda" else Lane(name)
+
+
+def fences(device: torch.device) -> list[Ticket]:
+    """What a job of such a lane comes behind so that it sees what was issued so far, and writes
+    over nothing that this still reads; on a CPU that has been done already."""
+    return [compute_fence(device)] if device.type == "cuda" else []
 
 
 def compute_fence(device: torch.device) -> Ticket:
