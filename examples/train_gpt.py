@@ -5,12 +5,14 @@ that nothing is downloaded. The model and the loop are plain PyTorch; one line i
 
     python examples/train_gpt.py                          # the defaults: state > memory
     python examples/train_gpt.py --plain                  # the same without elixir_fx
+    torchrun --nproc_per_node=2 examples/train_gpt.py     # two ranks, each with half of the state
     python examples/train_gpt.py --layers 36 --width 1280 --heads 20 --seq 512 --batch 1 \
         --tied --meta --memory 2GiB --disk /nvme --steps 3
 """
 
 import argparse
 import math
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 import torch
+import torch.distributed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -155,17 +158,21 @@ def main() -> None:
         tied=args.tied,
     )
     torch.manual_seed(args.seed)
+    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        torch.distributed.init_process_group()
     model: nn.Module = build(config, meta=args.meta)
     if args.optimizer == "adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr or 5e-4)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=args.lr or 0.1, momentum=0.9)
-    batches = text_batches(args.batch, args.seq, args.seed)
+    tell = print if rank == 0 else lambda _: None  # one rank tells
+    batches = text_batches(args.batch, args.seq, args.seed + rank)  # other text on every rank
     example = next(batches)
 
     copies = 4 if args.optimizer == "adamw" else 3  # weight, gradient, optimizer states
     state_bytes = copies * sum(p.nbytes for p in model.parameters())
-    print(f"training state: {state_bytes / MIB:.0f} MiB; memory budget: {args.memory}")
+    tell(f"training state: {state_bytes / MIB:.0f} MiB; memory budget: {args.memory} a rank")
     if not args.plain:
         model = elixir_fx.compile(
             model,
@@ -176,7 +183,7 @@ def main() -> None:
             kernels="eager",  # PyTorch's own: equal to --plain bit for bit
             init=init_weights if args.meta else None,
         )
-        print(plan_text(model.plan))
+        tell(plan_text(model.plan))
 
     first = last = math.nan
     for step in range(args.steps):
@@ -190,18 +197,18 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         seconds = time.perf_counter() - start
-        rate = args.micro_batches * args.batch * args.seq / seconds
-        print(f"step {step:4d}  loss {total:.4f}  {rate:8.0f} tokens/s  {seconds:.2f} s")
+        rate = ranks * args.micro_batches * args.batch * args.seq / seconds
+        tell(f"step {step:4d}  loss {total:.4f}  {rate:8.0f} tokens/s  {seconds:.2f} s")
         first, last = (total if step == 0 else first), total
 
-    print(f"loss: {first:.4f} -> {last:.4f}")
+    tell(f"loss: {first:.4f} -> {last:.4f}")
     if not args.plain:
         measured, forecast = model.stats()["peak_device_bytes"], model.plan.forecast
-        print(
+        tell(
             f"peak of the step: {measured / MIB:.1f} MiB measured, "
             f"{forecast.peak_device_bytes / MIB:.1f} MiB forecast, {args.memory} allowed"
         )
-    print(
+    tell(
         f"peak of the whole process (Python and PyTorch too): {peak_resident_bytes() / MIB:.0f} MiB"
     )
 
