@@ -27,6 +27,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(getattr(request.module, "THREADS", before))
     yield
     torch.set_num_threads(before)
-    # What torch keeps of a module's models, every later collection would look at.
+    # What torch keeps of a module's models even so, no later collection need look at.
     torch._dynamo.reset()
     gc.collect()
+    gc.freeze()
