@@ -105,8 +105,6 @@ class GuardedSession(Session):
             try:
                 return self._guarded(args, kwargs)
             except LayoutError:
-                if self.team is not None:
-                    raise
                 with self._lock:
                     if not self._plan_again(args, kwargs):
                         raise
@@ -257,10 +255,12 @@ class GuardedSession(Session):
 
     def _plan_again(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """A new layout for a training call that the one in force is too small for, between steps:
-        a batch larger than the first. Whether there is one; nothing has changed otherwise."""
+        a batch larger than the first. Whether there is one; nothing has changed otherwise.
+        Never of several ranks, which would all have to come to it."""
         old, plan, binding = self.engine, self.plan, self.binding
         assert old is not None
-        if self.pending or self.options.plan is not None or not torch.is_grad_enabled():
+        given = self.team is not None or self.options.plan is not None
+        if self.pending or given or not torch.is_grad_enabled():
             return False
         self._capture.forget()  # its graphs have nodes of the old layout
         self.lowering.forget()

@@ -95,8 +95,7 @@ def _rooms(step: StepGraph, names: list[str]) -> dict[str, int]:
     assert step.layout is not None
     # Gradient blocks give their pages back between backward passes, which pays for what no
     # plan counts (the compiler's objects, kernels' scratch): the recycler leaves that alone.
-    spare = step.layout.gradient_blocks * step.layout.gradient_block_bytes
-    peak = max(live) - spare - OUTPUT_BYTES
+    peak = max(live) - step.layout.block_bytes - OUTPUT_BYTES
     marks = [position[name] for name in names] + [len(live)]
     return {
         name: max(0, peak - max(live[marks[index] : marks[index + 1]]))

@@ -406,7 +406,7 @@ class Engine:
             self.cache.clear()
             room = self.peak_bytes - self.constant_bytes() - self.gradient_bytes()
             # As much is left alone as the gradient blocks give back in a forward.
-            room -= self.layout.gradient_blocks * self.layout.gradient_block_bytes
+            room -= self.layout.block_bytes
             self.recycler.shrink(max(0, room - self.update_bytes))
             try:
                 yield self.store.arena

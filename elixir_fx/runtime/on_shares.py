@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elixir_fx.runtime.away import one_at_a_time, replaced
+from elixir_fx.runtime.away import found, one_at_a_time, replaced
 from elixir_fx.runtime.ranks import Ranks
 from elixir_fx.runtime.shards import ShardedHome
 
@@ -23,6 +23,7 @@ _FILLS = frozenset(
     {_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor, _aten._foreach_zero_.default}
 )
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # arguments by position and by name
 Share = Callable[[Any], "ShardedHome | None"]  # the home of a tensor that is whole, else None
 
 
@@ -46,16 +47,12 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], share: Share) 
     calls = one_at_a_time(func._schema, args, kwargs) or [(args, kwargs)]
     if len(calls) != len(homes):
         return False, None
-    parts = [_part(call, home, share) for call, home in zip(calls, homes, strict=True)]
-    if any(part is None for part in parts):
+    pairs = [(call, home) for call, home in zip(calls, homes, strict=True) if home is not None]
+    if not all(_fits(call, home, share) for call, home in pairs):
         return False, None
-    first = homes[0]
-    assert first is not None
-    first.shards.before_write()
-    for call, home in zip(calls, homes, strict=True):
-        part = _part(call, home, share)  # again: an earlier one may have written what it reads
-        assert home is not None and part is not None
-        own, given, options = part
+    pairs[0][1].shards.before_write()
+    for call, home in pairs:  # one after the other: one may read what an earlier one wrote
+        own, given, options = _part(call, home, share)
         func(*given, **options)
         home.write_own(own)
     return True, written if func._schema.returns else None
@@ -70,35 +67,36 @@ def _is_elementwise(func: Any) -> bool:
     return in_place and (pointwise or func in _FILLS)
 
 
-def _part(
-    call: tuple[tuple[Any, ...], dict[str, Any]], home: "ShardedHome | None", share: Share
-) -> tuple[Tensor, Any, Any] | None:
-    """The call on this rank's elements: what it writes, and its arguments. None if another
-    argument is neither shared in the same way nor a single number."""
+def _fits(call: Call, home: ShardedHome, share: Share) -> bool:
+    """Whether all other arguments are shared in the same way, whole tensors alike, or single
+    numbers."""
     args, kwargs = call
-    assert home is not None
-    own = home.own.load()
-    fits = True
 
-    def mine(value: Any) -> Any:
-        nonlocal fits
+    def alike(value: Tensor) -> bool:
         other = share(value)
         if other is not None:
-            same = (other.shape, other.strides, other.cut) == (home.shape, home.strides, home.cut)
-            fits = fits and same
-            return other.own.load() if same else value
-        if value.numel() == 1 and value.dim() == 0:
-            return value
-        if tuple(value.shape) == home.shape and value.dtype == home.dtype:
-            return home.elements(value)
-        fits = False
-        return value
+            return (other.shape, other.strides, other.cut) == (home.shape, home.strides, home.cut)
+        return not value.dim() or (tuple(value.shape) == home.shape and value.dtype == home.dtype)
 
-    first, *rest = args
-    listed = isinstance(first, (list, tuple))
-    given = ([own] if listed else own, *replaced(tuple(rest), Tensor, mine))
-    options = replaced(kwargs, Tensor, mine)
-    return (own, given, options) if fits else None
+    return all(alike(value) for value in found((args[1:], kwargs), Tensor))
+
+
+def _part(call: Call, home: ShardedHome, share: Share) -> tuple[Tensor, Any, Any]:
+    """A call that fits, on this rank's elements: what it writes, and its arguments."""
+    args, kwargs = call
+    own = home.own.load()
+
+    def mine(value: Tensor) -> Tensor:
+        other = share(value)
+        if other is not None:
+            return other.own.load()
+        return home.elements(value) if value.dim() else value
+
+    given = (
+        [own] if isinstance(args[0], (list, tuple)) else own,
+        *replaced(args[1:], Tensor, mine),
+    )
+    return own, given, replaced(kwargs, Tensor, mine)
 
 
 def _norms(
@@ -153,7 +151,7 @@ def _combined(ranks: Ranks, sums: Tensor, order: float) -> Tensor:
 
 def _unscale(args: tuple[Any, ...], share: Share) -> tuple[bool, Any]:
     """GradScaler's check and unscaling: every rank learns of an infinity on any."""
-    gradients, found, inverse = args
+    gradients, infinite, inverse = args
     homes = [share(gradient) for gradient in gradients]
     shards = next((home.shards for home in homes if home is not None), None)
     if shards is None:
@@ -163,9 +161,9 @@ def _unscale(args: tuple[Any, ...], share: Share) -> tuple[bool, Any]:
         gradient if home is None else home.own.load()
         for gradient, home in zip(gradients, homes, strict=True)
     ]
-    _UNSCALE(own, found, inverse)
+    _UNSCALE(own, infinite, inverse)
     for home, value in zip(homes, own, strict=True):
         if home is not None:
             home.write_own(value)
-    found.copy_(shards.ranks.total(found, largest=True))
+    infinite.copy_(shards.ranks.total(infinite, largest=True))
     return True, None

@@ -259,9 +259,6 @@ class Ranks:
             json.loads(row[:size].numpy().tobytes()) for row, size in zip(whole, sizes, strict=True)
         ]
 
-    def _gather_small(self, rows: Tensor, mine: Tensor) -> None:
-        self._control.all_gather(rows, mine).wait()
-
     @property
     def _control(self) -> Channel:
         assert self._channels.control is not None
@@ -299,7 +296,7 @@ class Ranks:
         mine = values.detach().to("cpu").contiguous()
         whole = torch.empty(self.size, *mine.shape, dtype=mine.dtype)
         with self.guarded():
-            self._gather_small(whole.view(self.size, -1), mine.view(-1))
+            self._control.all_gather(whole.view(self.size, -1), mine.view(-1)).wait()
         result = whole.amax(0) if largest else whole.sum(0)
         return result.to(values.device)
 

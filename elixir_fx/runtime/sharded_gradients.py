@@ -320,15 +320,12 @@ class ShardedReducer(Reducer):
             and not isinstance(entry.parameter.grad, ChunkGradient)
         ]
 
-    def forget_dropped(self) -> None:
-        """Gradients that the user set to None, or to another tensor, need no sum."""
+    def rest(self) -> None:
+        """A forward begins: gradients that the user has dropped need no sum. The blocks stay as
+        they are, since other ranks may look at them."""
         for path, entry in list(self._unsummed.items()):
             if entry.parameter.grad is None:
                 del self._unsummed[path]
-
-    def rest(self) -> None:
-        """A forward begins. The blocks stay as they are: other ranks may look at them."""
-        self.forget_dropped()
 
     def drain(self) -> None:
         """Wait for every sum that is being made."""
