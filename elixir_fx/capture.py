@@ -19,7 +19,7 @@ import types
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from elixir_fx.codegen import Boxed, Halves
+from elixir_fx.codegen import Halves
 from elixir_fx.dynamo import (
     as_in_eager,
     capture_error,
@@ -46,13 +46,14 @@ from elixir_fx.dynamo import (
 )
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
+from elixir_fx.joint import Tracing, is_added, is_tangent, order_phases
+from elixir_fx.kernels import Boxed
 from elixir_fx.step import (
     STEP_NAME,
     Dimension,
     Input,
     StepGraph,
     is_backward,
-    mark,
     memory_root,
     span,
 )
@@ -94,6 +95,10 @@ class Owner(Protocol):
     @property
     def title(self) -> str:
         """What is compiled, for messages: the model's class."""
+
+    @property
+    def tracing(self) -> Tracing:
+        """How its graphs are traced."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by path; a tied one under each of its paths."""
@@ -198,6 +203,7 @@ def compile_graph(
     parameters, buffers = list(alive.parameters()), list(alive.buffers())
     compilation = _Compilation(
         owner=owner,
+        tracing=alive.tracing,
         title=alive.title,
         names=_names(parameters, buffers),
         parameters=tuple({id(p): p for _, p in parameters}.values()),
@@ -207,13 +213,17 @@ def compile_graph(
     dynamic = any(isinstance(given, torch.SymInt) for given in inputs)
     # As in eager, a backward runs outside of the autocast that its forward was in.
     try:
-        with torch._functorch.config.patch(donated_buffer=False, backward_pass_autocast="off"):
+        with (
+            torch._functorch.config.patch(donated_buffer=False, backward_pass_autocast="off"),
+            alive.tracing.context(),
+        ):
             compiled = aot_autograd(
                 fw_compiler=compilation.forward,
                 bw_compiler=compilation.backward,
                 inference_compiler=compilation.inference,
                 partition_fn=compilation.partition,
-            )(as_in_eager(module, dynamic), list(inputs))
+                decompositions=alive.tracing.decompositions(),
+            )(alive.tracing.prepare(module, dynamic), list(inputs))
     except ElixirError as error:
         raise refused(error) from None
     except AssertionError as error:
@@ -283,6 +293,7 @@ class _Compilation:
     """One graph on its way through AOTAutograd."""
 
     owner: Callable[[], Owner | None]
+    tracing: Tracing
     title: str
     names: Mapping[int, Name]
     parameters: tuple[nn.Parameter, ...]
@@ -292,10 +303,11 @@ class _Compilation:
     lowered: Lowered | None = None
 
     def partition(
-        self, joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: object
+        self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's partition function: the joint graph in, its two halves out."""
-        self.lower(joint, num_fwd_outputs, trains=True)
+        joined = self.tracing.join(joint, inputs, num_fwd_outputs=num_fwd_outputs, **others)
+        self.lower(joined, num_fwd_outputs, trains=True)
         assert self.lowered is not None and self.lowered.halves.backward is not None
         return self.lowered.halves.forward, self.lowered.halves.backward
 
@@ -347,16 +359,15 @@ class _Compilation:
     def inference(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         """Where gradients are off: the forward alone."""
         (outputs,) = module.graph.output_node().args
-        self.lower(module, len(outputs), trains=False)  # type: ignore[arg-type]
+        self.lower(self.tracing.alone(module, inputs), len(outputs), trains=False)  # type: ignore[arg-type]
         assert self.lowered is not None
         return _boxed(self.lowered.forward)
 
     def lower(self, module: fx.GraphModule, forward_outputs: int, *, trains: bool) -> None:
-        fake_mode = _order_phases(module, trains=trains)
-        _fill_in_place(module)
         self.step = StepGraph(
             module=module,
-            faking=fake_mode,
+            faking=_faking(module),
+            compiled=self.tracing.compiled,
             forward_outputs=forward_outputs,
             inputs=self.placeholders(module),
             trains=trains,
@@ -367,7 +378,7 @@ class _Compilation:
 
     def placeholders(self, module: fx.GraphModule) -> tuple[Input, ...]:
         """Who the forward placeholders are: the graph's inputs, in their order."""
-        nodes = [n for n in module.graph.nodes if n.op == "placeholder" and not _is_ours(n)]
+        nodes = [n for n in module.graph.nodes if n.op == "placeholder" and not is_added(n)]
         if len(nodes) != len(self.inputs):
             raise CaptureError(
                 f"{self.title}: the captured graph has {len(nodes)} inputs "
@@ -452,45 +463,24 @@ def _boxed(function: Boxed) -> Boxed:
     return function
 
 
-def _is_tangent(node: fx.Node) -> bool:
-    return node.name.startswith("tangents_")
+def _faking(module: fx.GraphModule) -> Callable[[], Any]:
+    """The capture's fake mode, as a context factory."""
+    fakes = (node.meta.get("val") for node in module.graph.nodes)
+    modes = (fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+    mode: Any = next(modes, None) or torch._subclasses.fake_tensor.FakeTensorMode()
+    return lambda: mode
 
 
-def _is_ours(node: fx.Node) -> bool:
-    """Whether AOTAutograd added a placeholder: a tangent, or a token that keeps operators with
-    effects (the error checks of torch.linalg) in their order."""
-    return _is_tangent(node) or type(node.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
+def _join_eager(joint: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> fx.GraphModule:
+    order_phases(joint, trains=True)
+    _fill_in_place(joint)
+    return joint
 
 
-def _order_phases(module: fx.GraphModule, *, trains: bool) -> Callable[[], Any]:
-    """Mark every node with its phase and make sure the forward stands in front.
-
-    Returns the capture's fake mode as a context factory.
-    """
-    backward: set[fx.Node] = set()
-    fake_mode: Any = None
-    for node in module.graph.nodes:
-        fake = node.meta.get("val")
-        if fake_mode is None and isinstance(fake, FakeTensor):
-            fake_mode = fake.fake_mode
-        tagged = node.meta.get("partitioner_tag") == "is_backward" and node.op != "output"
-        if trains and (
-            tagged or _is_tangent(node) or any(s in backward for s in node.all_input_nodes)
-        ):
-            backward.add(node)
-        mark(node, backward=node in backward)
-    first = next((n for n in module.graph.nodes if n in backward and n.op != "placeholder"), None)
-    late = False
-    for node in list(module.graph.nodes):
-        late = late or node is first
-        if late and node not in backward and node.op not in ("placeholder", "output"):
-            assert first is not None
-            first.prepend(node)
-    output = module.graph.output_node()
-    mark(output, backward=trains)
-    if fake_mode is None:
-        fake_mode = torch._subclasses.fake_tensor.FakeTensorMode()
-    return lambda: fake_mode
+def _alone_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    order_phases(module, trains=False)
+    _fill_in_place(module)
+    return module
 
 
 def _fill_in_place(module: fx.GraphModule) -> None:
@@ -507,6 +497,9 @@ def _fill_in_place(module: fx.GraphModule) -> None:
             node.meta["val"] = memory.meta["val"]
 
 
+EAGER = Tracing(prepare=as_in_eager, join=_join_eager, alone=_alone_eager, context=nullcontext)
+
+
 def tangent_outputs(step: StepGraph) -> tuple[int | None, ...]:
     """For every tangent, the forward output it belongs to; None where unknown."""
     described = (step.output.meta.get("desc") or [])[: step.forward_outputs]
@@ -515,7 +508,7 @@ def tangent_outputs(step: StepGraph) -> tuple[int | None, ...]:
     return tuple(
         positions.get(getattr(node.meta.get("desc"), "output", None))
         for node in step.nodes
-        if node.op == "placeholder" and _is_tangent(node)
+        if node.op == "placeholder" and is_tangent(node)
     )
 
 

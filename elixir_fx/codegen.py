@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from elixir_fx import ops
+from elixir_fx.kernels import Compiled
 from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, recycled_root
 from elixir_fx.step import (
     StepGraph,
@@ -38,11 +39,12 @@ from elixir_fx.step import (
 ROOT = "elixir_root"  # of a backward's placeholders: the recycled result they lie in, by name
 SAVED = "elixir_saved"  # node.meta key of a backward's placeholders
 
-Boxed = Callable[[list[Any]], Sequence[Any]]
-
 
 class Runtime(Protocol):
-    """What generated code calls."""
+    """What generated code calls. `counts`: every allocation is watched, so that compiled runs
+    make theirs where it can be."""
+
+    counts: bool
 
     def gather(self, chunk: int, offset: int) -> Tensor: ...
     def prefetch(self, chunk: int, offset: int) -> None: ...
@@ -98,7 +100,7 @@ def split(step: StepGraph) -> Halves:
     forward = [node for node in step.nodes if not is_backward(node) and node.op != "output"]
     backward = [n for n in step.nodes if is_backward(n) and n.op not in ("output", "placeholder")]
     tangents = [node for node in step.nodes if node.op == "placeholder" and is_backward(node)]
-    saved = _saved(forward, backward, backward_outputs)
+    saved = _saved(forward, backward, backward_outputs, compiled=step.compiled)
     descriptions = step.output.meta.get("desc")
     first = descriptions[: step.forward_outputs] if descriptions else None
     tensors = [node for node in saved if isinstance(value(node), Tensor)]
@@ -110,15 +112,26 @@ def split(step: StepGraph) -> Halves:
 
 
 def _saved(
-    forward: list[fx.Node], backward: list[fx.Node], outputs: Sequence[fx.Node | None]
+    forward: list[fx.Node],
+    backward: list[fx.Node],
+    outputs: Sequence[fx.Node | None],
+    *,
+    compiled: bool,
 ) -> list[fx.Node]:
     """Forward values that the backward reads. Those that autograd need not guard with version
     counters go last, as AOTAutograd expects."""
     made = set(forward)
     wanted = {s: None for node in backward for s in node.all_input_nodes if s in made}
+    if compiled:  # which asks for the dynamic dimensions by name
+        wanted.update({node: None for node in forward if _is_dimension(node)})
     wanted.update({node: None for node in outputs if node in made and node is not None})
     ordered = [node for node in forward if node in wanted]
     return sorted(ordered, key=lambda n: bool(n.meta.get("saved_tensor_with_no_vc_check", False)))
+
+
+def _is_dimension(node: fx.Node) -> bool:
+    """Whether a node is an input that is a dynamic dimension, as a number."""
+    return node.op == "placeholder" and isinstance(value(node), torch.SymInt)
 
 
 def _half(
@@ -201,9 +214,13 @@ def executable(half: fx.GraphModule) -> Executable:
     module = fx.GraphModule({**constants, "runtime": None}, graph)
     forward = type(module).forward
     held = {name: getattr(module, name) for name in {str(t).split(".")[0] for t in constants}}
+    runs = {name: found for name, found in held.items() if isinstance(found, Compiled)}
+    held.update({name: kind.function for name, kind in runs.items()})
+    counted = held | {name: kind.counted for name, kind in runs.items()}
 
     def run(runtime: Runtime, boxed: list[Any]) -> Sequence[Any]:
-        results: Sequence[Any] = forward(SimpleNamespace(runtime=runtime, **held), boxed)
+        names = counted if runtime.counts else held
+        results: Sequence[Any] = forward(SimpleNamespace(runtime=runtime, **names), boxed)
         return results
 
     return run

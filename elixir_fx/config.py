@@ -15,7 +15,7 @@ from elixir_fx.pipeline import PIPELINE, Pipeline
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.units import parse_size
 
-KERNELS = ("eager",)
+KERNELS = ("inductor", "eager")
 REDUCTIONS = ("mean", "sum")
 
 
@@ -27,7 +27,7 @@ class Options:
     host_memory: int | None = None
     disk: Path | None = None
     disk_memory: int | None = None
-    kernels: str = "eager"
+    kernels: str | Callable[..., Any] = "inductor"
     init: Callable[[nn.Module], object] | None = None
     weights: Path | None = None
     process_group: Any = None
@@ -80,10 +80,11 @@ def read_options(
         values["plan"] = Plan.load(values["plan"])
     if "machine" in values:
         values["machine"] = _machine(values["machine"])
-    if values.get("kernels", "eager") not in KERNELS:
+    kernels = values.get("kernels", "inductor")
+    if kernels not in KERNELS and not callable(kernels):
         raise ElixirError(
-            f"kernels={values['kernels']!r}: this version runs PyTorch's own kernels, "
-            "kernels='eager'"
+            f"kernels={kernels!r}: give one of {list(KERNELS)}, or a function that takes a "
+            "GraphModule of pure operations and its inputs to a function of these inputs"
         )
     if values.get("reduction", "mean") not in REDUCTIONS:
         raise ElixirError(

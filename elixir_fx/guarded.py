@@ -171,6 +171,7 @@ class GuardedSession(Session):
 
     def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         """The plan for these inputs; the model is left as it is."""
+        self.will_run = False
         with self.progress:
             self._capture_only(args, kwargs)
         return self.plan

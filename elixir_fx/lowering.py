@@ -104,7 +104,7 @@ class Lowering:
         self.decide(step)
         assert self.plan is not None
         if not self.plan.layout.keeps_all:
-            if self.machine.unified:
+            if self.machine.unified and not step.compiled:
                 mark_recycled(step)
             rewrite(step, self.plan, self.options.passes, self.options.dump)
         return split(step)

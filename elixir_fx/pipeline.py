@@ -12,6 +12,7 @@ from pathlib import Path
 
 from elixir_fx.errors import ElixirError, VerifyError
 from elixir_fx.machine import Machine
+from elixir_fx.passes.align import align
 from elixir_fx.passes.communication_cost import communication_cost
 from elixir_fx.passes.compute_cost import compute_cost
 from elixir_fx.passes.gather import gather
@@ -65,7 +66,8 @@ PIPELINE = Pipeline(
         gather,  # readers then look at gathered chunks
         release,  # after the last of those readers
         reduce,  # gradients leave once weights are released
-        prefetch,  # last: only moves the start of transfers ahead
+        prefetch,  # only moves the start of transfers ahead
+        align,  # last: where our nodes cut nothing that a compiler fuses
     ),
 )
 

@@ -24,9 +24,8 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from elixir_fx import ops
-from elixir_fx.capture import Captured, Lowered
+from elixir_fx.capture import EAGER, Captured, Lowered
 from elixir_fx.codegen import (
-    Boxed,
     Executable,
     Halves,
     executable,
@@ -37,6 +36,8 @@ from elixir_fx.codegen import (
 from elixir_fx.config import Options, limits
 from elixir_fx.errors import ElixirError, PlanError
 from elixir_fx.facts import OptimizerFacts
+from elixir_fx.joint import Tracing
+from elixir_fx.kernels import Boxed, Kernels
 from elixir_fx.lowering import Admitted, Lowering, compute_device
 from elixir_fx.machine import Machine
 from elixir_fx.plan import Plan
@@ -86,6 +87,8 @@ class Session:
         self._files = Files() if files is None else files
         self.options = options
         self.device = compute_device(model)
+        self.tracing, self.kernels = _kernels(options)
+        self.will_run = True  # False where a session only plans
         self.progress = Progress()
         self.machine = self._machine() if team is None else team.machine(self._machine)
         self.lowering = Lowering(
@@ -139,9 +142,22 @@ class Session:
             self.shown = halves
         self.history = step.history
         run = _Run(session=self, step=step)
-        forward = run.half(halves.forward, backward=False)
-        backward = run.half(halves.backward, backward=True) if halves.backward else None
+        forward = run.half(self.generated(halves.forward, step, backward=False), backward=False)
+        backward = None
+        if halves.backward is not None:
+            generated = self.generated(halves.backward, step, backward=True)
+            backward = run.half(generated, backward=True)
         return Lowered(halves=halves, forward=forward, backward=backward)
+
+    def generated(self, half: fx.GraphModule, step: StepGraph, *, backward: bool) -> fx.GraphModule:
+        """The half as code is generated from it: where kernels are compiled, with calls of runs.
+
+        While tracing, since what a compiler asks of dynamic dimensions becomes a guard.
+        """
+        if self.kernels is None or not self.will_run:
+            return half
+        self.progress("compiling kernels")
+        return self.kernels.compiled(half, backward=backward, trains=step.trains)
 
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         """ElixirError if a parameter is another object than the one whose home the step reads,
@@ -380,6 +396,17 @@ def ordinary_state_bytes(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values()
         if isinstance(value, Tensor) and value.ndim and not isinstance(value, AwayTensor)
     )
+
+
+def _kernels(options: Options) -> tuple[Tracing, Kernels | None]:
+    """How steps are traced, and what compiles their operations; None: PyTorch's own kernels."""
+    if options.kernels == "eager":
+        return EAGER, None
+    from elixir_fx import inductor  # a second of imports that other kernels do without
+
+    if callable(options.kernels):
+        return inductor.ATEN, Kernels(inductor.compile_run_with(options.kernels))
+    return inductor.TRACING, Kernels(inductor.compile_run)
 
 
 def _disk_to_measure(options: Options) -> Path | None:

@@ -89,6 +89,7 @@ class StepGraph:
     forward_outputs: int
     inputs: tuple[Input, ...]
     trains: bool
+    compiled: bool = False  # its operators, in runs between nodes of ours
     idle: tuple[Parameter, ...] = ()  # parameters of the model that this graph does not have
     buffer_bytes: int = 0  # of all buffers of the model
     optimizer: OptimizerFacts | None = None
@@ -228,6 +229,7 @@ class StepGraph:
         return digest.hexdigest()[:16]
 
 
+FUSES = "elixir_fuses"  # node.meta key: a compiler may fuse the node's loops with its neighbours'
 PHASE = "elixir_phase"  # node.meta key: "forward" or "backward"
 STAY = "elixir_stay"  # node.meta key: the planned Gather that a node of ours carries out
 

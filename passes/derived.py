@@ -14,7 +14,7 @@ from torch import fx
 from elixir_fx.step import is_backward, operator_name, value, viewed_input
 
 SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
-CHEAP = frozenset({"aten::_to_copy", "aten::clone"})
+CHEAP = frozenset({"aten::_to_copy", "aten::clone", "prims::convert_element_type"})
 
 
 def tensor_inputs(node: fx.Node) -> list[fx.Node]:

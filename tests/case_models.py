@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from harness import Batch, MakeOptimizer
 from pairs import SPARE, Entry, Pair, tight
 from torch import Tensor, nn
 from torch.nn import functional
-
-import elixir_fx
 
 
 @dataclass(frozen=True)
@@ -170,4 +169,4 @@ class BothWays(nn.Module):
 
 
 def compile_spare(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
-    return elixir_fx.compile(model, optimizer, **SPARE)
+    return exact.compile(model, optimizer, **SPARE)

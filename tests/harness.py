@@ -15,10 +15,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import exact
 import torch
 from torch import Tensor, nn
 
-import elixir_fx
 from elixir_fx import planner
 from elixir_fx.config import read_options
 from elixir_fx.guarded import GuardedSession
@@ -107,7 +107,7 @@ def train(
     optimizer = make_optimizer(list(model.parameters()))
     net: Any = model
     if compile is not None:
-        net = elixir_fx.compile(model, optimizer=optimizer, kernels="eager", **compile)
+        net = exact.compile(model, optimizer=optimizer, **compile)
     run = Run()
     steps = [batches[at : at + accumulate] for at in range(0, len(batches), accumulate)]
     for number, micro_batches in enumerate(steps):
@@ -233,7 +233,7 @@ def needs(
     **options: Any,
 ) -> tuple[int, int]:
     """The smallest device budget that works, and what the step takes where all stays."""
-    session = GuardedSession(model, optimizer, read_options(options))
+    session = GuardedSession(model, optimizer, read_options({"kernels": "eager", **options}))
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     facts = session.facts_only(args, kwargs)
     tiers = session.lowering.limits

@@ -13,8 +13,9 @@ import torch
 from graphs import Example
 from torch import Tensor, fx, nn
 
-from elixir_fx.capture import Capture, pretend_on
+from elixir_fx.capture import EAGER, Capture, pretend_on
 from elixir_fx.errors import ElixirError
+from elixir_fx.joint import Tracing
 from elixir_fx.machine import Tier
 from elixir_fx.pipeline import PIPELINE, annotate
 from elixir_fx.plan import Limits, Plan
@@ -37,8 +38,9 @@ class _Owner:
 
     title = "model"
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, tracing: Tracing = EAGER) -> None:
         self.model = model
+        self.tracing = tracing
         self.found: list[StepGraph] = []
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -58,15 +60,23 @@ class _Owner:
         pass
 
 
-def captured(example: Example, *, grad: bool = True, optimizer: str = "adamw") -> StepGraph:
+def captured(
+    example: Example, *, grad: bool = True, optimizer: str = "adamw", tracing: Tracing = EAGER
+) -> StepGraph:
     """The annotated step of a model's call on its first batch; nothing runs."""
-    return captured_model(example.build(), example.batches(1)[0], grad=grad, optimizer=optimizer)
+    batch = example.batches(1)[0]
+    return captured_model(example.build(), batch, grad=grad, optimizer=optimizer, tracing=tracing)
 
 
 def captured_model(
-    model: nn.Module, batch: Any, *, grad: bool = True, optimizer: str = "adamw"
+    model: nn.Module,
+    batch: Any,
+    *,
+    grad: bool = True,
+    optimizer: str = "adamw",
+    tracing: Tracing = EAGER,
 ) -> StepGraph:
-    owner = _Owner(model)
+    owner = _Owner(model, tracing)
     capture = Capture(model, owner)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
     try:
@@ -136,6 +146,8 @@ class Home:
     `gradients` are filled by reduces. Released chunks are filled with NaN or -1: who reads
     them after, reads that.
     """
+
+    counts = False
 
     def __init__(self, step: StepGraph, parameters: dict[str, Tensor]) -> None:
         assert step.layout is not None

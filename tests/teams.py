@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 from unittest import mock
 
+import exact
 import pytest
 import torch
 from case_models import randn, token_ids
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-import elixir_fx
 from elixir_fx.runtime.ranks import Ranks
 
 PLENTY = "64MiB"
@@ -111,7 +111,7 @@ def tight(build: type, ranks: int, dtype: torch.dtype = torch.float32) -> int:
     batch = build.batch(0, 0)  # type: ignore[attr-defined]
     if batch.is_floating_point():
         batch = batch.to(dtype)
-    return int(1.3 * elixir_fx.smallest_memory(model, (batch,), ranks=ranks, disk_memory="1GiB"))
+    return int(1.3 * exact.smallest_memory(model, (batch,), ranks=ranks, disk_memory="1GiB"))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -137,7 +137,7 @@ def our_twin(
 ) -> Side:
     model = seeded(0, build).to(dtype)
     optimizer = make_optimizer(trained(model))
-    net = elixir_fx.compile(model, optimizer=optimizer, **{"memory": PLENTY, **options})
+    net = exact.compile(model, optimizer=optimizer, **{"memory": PLENTY, **options})
     return Side(model, net, optimizer, [])
 
 

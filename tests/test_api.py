@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from graphs import gpt
@@ -54,29 +55,25 @@ def test_a_plan_is_made_saved_and_given_back(smallest: int, tmp_path: Path) -> N
     """By name of an optimizer, for a disk without a folder, for a model on meta."""
     with torch.device("meta"):
         model: nn.Module = Net()
-    plan = elixir_fx.plan(model, {"x": X}, memory=smallest, disk_memory=GIB, optimizer="adamw")
+    plan = exact.plan(model, {"x": X}, memory=smallest, disk_memory=GIB, optimizer="adamw")
     assert plan.limits.device == smallest and plan.limits.disk == GIB
     assert plan.forecast.peak_device_bytes <= smallest and plan.forecast.lower_bound_s > 0
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert json.loads((tmp_path / "plan.json").read_text())["elixir_fx_plan"] == 2
     for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
-        net = elixir_fx.compile(
-            Net(), plan=given, memory=smallest, disk=tmp_path, example_inputs=(X,)
-        )
+        net = exact.compile(Net(), plan=given, memory=smallest, disk=tmp_path, example_inputs=(X,))
         assert net.plan is not None and net.plan.layout == plan.layout
 
 
 def test_equal_questions_have_equal_plans(smallest: int) -> None:
-    first, second = (
-        elixir_fx.plan(Net(), (X,), memory=smallest, disk_memory=GIB) for _ in range(2)
-    )
+    first, second = (exact.plan(Net(), (X,), memory=smallest, disk_memory=GIB) for _ in range(2))
     assert first == second
 
 
 @pytest.mark.parametrize("inputs", [(X,), {"x": X, "shift": 1.0}, (X, 2.0)])
 def test_example_inputs(inputs: Any) -> None:
-    net = elixir_fx.compile(Net(), example_inputs=inputs, **SPARE)
+    net = exact.compile(Net(), example_inputs=inputs, **SPARE)
     assert net.plan is not None
     want = net._original(*inputs) if isinstance(inputs, tuple) else net._original(**inputs)
     got = net(*inputs) if isinstance(inputs, tuple) else net(**inputs)
@@ -91,7 +88,7 @@ def test_homes_that_are_fixed(tmp_path: Path) -> None:
     assert pair.away() == ["wte.weight", "wte.bias"]
     assert homes(pair.ours.net)["body.weight"] == "device"
     with pytest.raises(PlanError, match="attic"):
-        elixir_fx.compile(Net(), keep={"wte": "attic"}, **options)
+        exact.compile(Net(), keep={"wte": "attic"}, **options)
 
 
 def test_parameters_that_are_left_alone(smallest: int, tmp_path: Path) -> None:
@@ -124,7 +121,7 @@ def test_a_pass_of_ones_own_and_a_dump(smallest: int, tmp_path: Path) -> None:
         "passes": PIPELINE.after("gather", mine),
         "dump": tmp_path / "dump",
     }
-    net = elixir_fx.compile(Net(), example_inputs=(X,), **options)
+    net = exact.compile(Net(), example_inputs=(X,), **options)
     assert seen and [record.name for record in net.history if record.name == "mine"]
     files = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert any(name.endswith("captured.py") for name in files)
@@ -135,13 +132,13 @@ def test_a_pass_of_ones_own_and_a_dump(smallest: int, tmp_path: Path) -> None:
 
 def test_memory_as_text_and_as_a_number(smallest: int, tmp_path: Path) -> None:
     for memory in (smallest, f"{smallest / 1024}KiB", "0.01GiB"):
-        net = elixir_fx.compile(Net(), memory=memory, disk=tmp_path, example_inputs=(X,))
+        net = exact.compile(Net(), memory=memory, disk=tmp_path, example_inputs=(X,))
         assert net.plan is not None and net.plan.forecast.peak_device_bytes <= 0.01 * GIB
 
 
 def test_default_budget_keeps_a_small_model(tmp_path: Path) -> None:
     model = Net()
-    net = elixir_fx.compile(model, adamw(list(model.parameters())), disk=tmp_path)
+    net = exact.compile(model, adamw(list(model.parameters())), disk=tmp_path)
     net(X).mean().backward()
     assert net.plan is not None and net.plan.layout.keeps_all and net.plan.limits.device > 0
     assert all(type(p) is nn.Parameter for p in model.parameters())
@@ -183,7 +180,7 @@ def test_plans_for_many_ranks_need_no_process_group() -> None:
     whole = sum(p.nbytes for p in model.parameters())
     peaks, needed = [], []
     for ranks in (2, 64):
-        plan = elixir_fx.plan(model, batch, ranks=ranks, **options)
+        plan = exact.plan(model, batch, ranks=ranks, **options)
         layout = plan.layout
         assert (layout.group.ranks, layout.group.shared) == (ranks, False)
         assert plan.forecast.peak_device_bytes <= plan.limits.device == 200 * MIB
@@ -193,7 +190,7 @@ def test_plans_for_many_ranks_need_no_process_group() -> None:
         assert whole / ranks <= share <= 1.02 * whole / ranks + largest / ranks
         assert len(plan.schedules[0].gathers) >= len(layout.chunks)
         peaks.append(plan.forecast.peak_device_bytes)
-        needed.append(elixir_fx.smallest_memory(model, batch, ranks=ranks, **options))
+        needed.append(exact.smallest_memory(model, batch, ranks=ranks, **options))
     assert peaks[0] > peaks[1]
     assert 200 * MIB > needed[0] >= needed[1]
     assert all(p.is_meta for p in model.parameters())
@@ -202,26 +199,26 @@ def test_plans_for_many_ranks_need_no_process_group() -> None:
 def test_the_smallest_memory_of_a_rank_is_accepted() -> None:
     model, batch = on_meta(layers=2, width=64, seq=8)
     options: dict[str, Any] = {"machine": emulated(), "host_memory": "64MiB"}
-    least = elixir_fx.smallest_memory(model, batch, ranks=8, **options)
-    plan = elixir_fx.plan(model, batch, ranks=8, memory=least, **options)
+    least = exact.smallest_memory(model, batch, ranks=8, **options)
+    plan = exact.plan(model, batch, ranks=8, memory=least, **options)
     assert plan.forecast.peak_device_bytes <= least
     with pytest.raises(PlanError, match="Smallest that fits"):
-        elixir_fx.plan(model, batch, ranks=8, memory=least - 1, **options)
+        exact.plan(model, batch, ranks=8, memory=least - 1, **options)
 
 
 def test_one_rank_is_the_same_as_none_named(smallest: int) -> None:
     options: dict[str, Any] = {"memory": smallest, "disk_memory": GIB}
-    assert elixir_fx.plan(Net(), (X,), ranks=1, **options) == elixir_fx.plan(Net(), (X,), **options)
+    assert exact.plan(Net(), (X,), ranks=1, **options) == exact.plan(Net(), (X,), **options)
 
 
 @pytest.mark.parametrize("ranks", [0, -1, "2", 2.0, None])
 def test_a_number_of_ranks_that_cannot_be(ranks: Any) -> None:
-    for function in (elixir_fx.plan, elixir_fx.smallest_memory):
+    for function in (exact.plan, exact.smallest_memory):
         with pytest.raises(ElixirError, match="give the number of ranks, 1 or more"):
             function(Net(), (X,), ranks=ranks)
 
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
-    plan = elixir_fx.plan(Net(), (X,), ranks=2, **SPARE)
+    plan = exact.plan(Net(), (X,), ranks=2, **SPARE)
     with pytest.raises(PlanError, match="the plan is for 2 ranks and 1 train this model"):
-        elixir_fx.compile(Net(), plan=plan, example_inputs=(X,), **SPARE)
+        exact.compile(Net(), plan=plan, example_inputs=(X,), **SPARE)

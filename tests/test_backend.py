@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from case_models import Way, mlp, pair_of, randn
@@ -137,7 +138,7 @@ def learn(net: Any, optimizer: torch.optim.Optimizer, x: Tensor = X) -> Tensor:
 
 
 def compiled(model: nn.Module, /, **options: Any) -> Any:
-    return torch.compile(model, backend="elixir_fx", options=options)
+    return torch.compile(model, backend="elixir_fx", options={"kernels": "eager", **options})
 
 
 def refusal(model: nn.Module, /, **options: Any) -> str:
@@ -214,7 +215,7 @@ def test_compiled_already(tmp_path: Path) -> None:
     """Weights that are away cannot be a region's inputs."""
     model = seeded(0, mlp)
     optimizer = adamw(list(model.parameters()))
-    kept = elixir_fx.compile(model, optimizer, (X,), **tight(mlp, (X,), tmp_path))
+    kept = exact.compile(model, optimizer, (X,), **tight(mlp, (X,), tmp_path))
     with pytest.raises((ElixirError, TorchDynamoException)):  # Dynamo may be the first to see it
         compiled(model)(X)
     with pytest.raises(ElixirError, match="compiled already"):
@@ -239,7 +240,7 @@ def test_a_function_of_tensors_alone() -> None:
     """No module at all."""
     weight = randn(32, 32).requires_grad_()
 
-    @torch.compile(backend="elixir_fx")
+    @torch.compile(backend="elixir_fx", options={"kernels": "eager"})
     def product(x: Tensor, w: Tensor) -> Tensor:
         return (x @ w).sum()
 
@@ -263,10 +264,15 @@ def test_too_small(tmp_path: Path) -> None:
 def test_options_stay_the_users() -> None:
     """A second compile may be given the same options."""
     model = seeded(0, mlp)
-    options = {"model": model, "optimizer": adamw(list(model.parameters())), **SPARE}
+    options = {
+        "model": model,
+        "optimizer": adamw(list(model.parameters())),
+        "kernels": "eager",
+        **SPARE,
+    }
     for _ in range(2):
         torch.compile(model, backend="elixir_fx", options=options)(X)
-    assert sorted(options) == ["memory", "model", "optimizer"]
+    assert sorted(options) == ["kernels", "memory", "model", "optimizer"]
 
 
 def test_deleted_model() -> None:
@@ -289,7 +295,8 @@ def test_module_compile(tmp_path: Path) -> None:
     options = tight(Block, (X,), tmp_path)
     plain, model = seeded(0, Block), seeded(0, Block)
     optimizer = adamw(list(model.parameters()))
-    model.compile(backend="elixir_fx", options={"model": model, "optimizer": optimizer, **options})
+    given = {"model": model, "optimizer": optimizer, "kernels": "eager", **options}
+    model.compile(backend="elixir_fx", options=given)
     plain_optimizer = adamw(list(plain.parameters()))
     for _ in range(3):
         same(learn(plain, plain_optimizer), learn(model, optimizer))
@@ -301,7 +308,7 @@ def test_compiled_function() -> None:
     """A function that calls the model, without the model: no budget, but it runs."""
     model = seeded(0, mlp)
 
-    @torch.compile(backend="elixir_fx")
+    @torch.compile(backend="elixir_fx", options={"kernels": "eager"})
     def loss(x: Tensor) -> Tensor:
         return model(x).square().mean()
 
@@ -327,7 +334,8 @@ def test_compiled_loss(known: str, tmp_path: Path) -> None:
         call = loss
         if ours:
             given = {"model": model} if known == "model" else {"optimizer": optimizer}
-            call = torch.compile(loss, backend="elixir_fx", options={**given, **options})
+            given |= {"kernels": "eager", **options}
+            call = torch.compile(loss, backend="elixir_fx", options=given)
         for _ in range(3):
             value = call(X)
             value.backward()
@@ -349,7 +357,7 @@ def test_equal_blocks_share_a_session(tmp_path: Path) -> None:
     options = tight(build, (X,), tmp_path)
     plain, model = seeded(0, build), seeded(0, build)
     optimizer = adamw(list(model.parameters()))
-    given = {"model": model, "optimizer": optimizer, **options}
+    given = {"model": model, "optimizer": optimizer, "kernels": "eager", **options}
     for block in model:
         block.compile(backend="elixir_fx", options=given)
     plain_optimizer = adamw(list(plain.parameters()))
@@ -371,7 +379,7 @@ def test_many_equal_blocks(each: bool, tmp_path: Path) -> None:
     options = tight(lambda: blocks(12), (X,), tmp_path)
     plain, model = seeded(0, build), seeded(0, build)
     optimizer = adamw(list(model.parameters()))
-    given = {"model": model, "optimizer": optimizer, **options}
+    given = {"model": model, "optimizer": optimizer, "kernels": "eager", **options}
     for part in model if each else [model]:
         part.compile(backend="elixir_fx", options=given)
     plain_optimizer = adamw(list(plain.parameters()))
@@ -413,7 +421,7 @@ def test_two_models_of_one_class(tmp_path: Path) -> None:
 def test_one_function_for_two_models() -> None:
     """A compiled function that is handed one model, then another."""
 
-    @torch.compile(backend="elixir_fx")
+    @torch.compile(backend="elixir_fx", options={"kernels": "eager"})
     def loss(net: nn.Module, x: Tensor) -> Tensor:
         return net(x).square().mean()
 
@@ -483,7 +491,7 @@ def test_emulated_accelerator() -> None:
     model = gpt(width=32)
     (batch,) = model.batches(1)
     nbytes = sum(p.nbytes for p in model.build().parameters())
-    least = elixir_fx.smallest_memory(model.build(), batch, machine=emulated())
+    least = exact.smallest_memory(model.build(), batch, machine=emulated())
     for memory in (3 * nbytes, 16 * nbytes):
         torch._dynamo.reset()
         options = {"machine": emulated(), "memory": memory + least}

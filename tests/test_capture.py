@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from graphs import NAMED, mlp
@@ -10,7 +11,6 @@ from harness import difference
 from steps import captured, captured_model
 from torch import Tensor, nn
 
-import elixir_fx
 from elixir_fx.capture import GRAPHS
 from elixir_fx.errors import CaptureError
 from elixir_fx.facts import Role
@@ -103,7 +103,7 @@ class Breaks(nn.Module):
 def test_a_graph_break_is_refused_with_its_line() -> None:
     number = Breaks.forward.__code__.co_firstlineno + 2
     with pytest.raises(CaptureError) as refused:
-        elixir_fx.compile(Breaks(), example_inputs=(torch.ones(2, 2),), memory=GIB)
+        exact.compile(Breaks(), example_inputs=(torch.ones(2, 2),), memory=GIB)
     text = str(refused.value)
     assert f"{Path(__file__).name}:{number}" in text
     assert "Breaks cannot be captured as one graph" in text
@@ -126,7 +126,7 @@ class Guarded(nn.Module):
 def test_a_captured_step_serves_only_under_its_guards() -> None:
     torch.manual_seed(0)
     plain = Guarded()
-    net: Any = elixir_fx.compile(Guarded(), memory=GIB)
+    net: Any = exact.compile(Guarded(), memory=GIB)
     net.load_state_dict(plain.state_dict())
     x = torch.randn(2, 3)
 
@@ -162,7 +162,7 @@ def test_a_captured_step_serves_only_under_its_guards() -> None:
 def test_more_shapes_than_graphs_are_kept() -> None:
     torch.manual_seed(0)
     plain = nn.Linear(3, 3)
-    net: Any = elixir_fx.compile(nn.Linear(3, 3), memory=GIB)
+    net: Any = exact.compile(nn.Linear(3, 3), memory=GIB)
     net.load_state_dict(plain.state_dict())
     for rows in [*range(1, GRAPHS + 4), 1, 2]:
         x = torch.randn(rows, 3)

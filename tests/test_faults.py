@@ -11,6 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from graphs import mlp
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 import elixir_fx
 from elixir_fx import CaptureError, ElixirError, PlanError, TierError
-from elixir_fx.testing import FaultyFiles, compile_over
+from elixir_fx.testing import FaultyFiles
 from elixir_fx.units import MIB
 
 THREADS = 1
@@ -46,7 +47,7 @@ def trains_like_plain(model: nn.Module, **options: Any) -> None:
         Side(plain, plain, adamw(list(plain.parameters())), []),
         Side(model, model, adamw(list(model.parameters())), []),
     ]
-    sides[1].net = elixir_fx.compile(model, optimizer=sides[1].optimizer, **options)
+    sides[1].net = exact.compile(model, optimizer=sides[1].optimizer, **options)
     for batch in BATCHES[:2]:
         same(sides[0].step(batch), sides[1].step(batch))
     same(plain.state_dict(), sides[1].net.state_dict())
@@ -81,13 +82,13 @@ def test_options_that_cannot_be(tmp_path: Path) -> None:
         refused.append((TierError, "cannot be written to", {"disk": tmp_path / "closed"}))
     for kind, words, options in refused:
         with pytest.raises(kind, match=words):
-            elixir_fx.compile(model, **options)
+            exact.compile(model, **options)
     with pytest.raises(PlanError, match="keep/ignore names 'wte'"):
-        elixir_fx.compile(model, example_inputs=X, keep={"wte": "device"})
+        exact.compile(model, example_inputs=X, keep={"wte": "device"})
     with pytest.raises(PlanError, match="keep/ignore names 'wte'"):
-        elixir_fx.compile(model, example_inputs=X, ignore=["wte"])
+        exact.compile(model, example_inputs=X, ignore=["wte"])
     with pytest.raises(ElixirError, match=r"model is a function, not an nn\.Module"):
-        elixir_fx.compile(lambda x: x)  # type: ignore[arg-type]
+        exact.compile(lambda x: x)  # type: ignore[arg-type]
     same(weights_of(MLP.build()), weights_of(model))
     trains_like_plain(model, **SPARE)
 
@@ -97,7 +98,7 @@ def test_a_budget_too_small_names_one_that_works(smallest: int, tmp_path: Path) 
     optimizer = adamw(list(model.parameters()))
     options: dict[str, Any] = {"disk": tmp_path, "example_inputs": X}
     with pytest.raises(PlanError) as refusal:
-        elixir_fx.compile(model, optimizer=optimizer, memory="4KiB", **options)
+        exact.compile(model, optimizer=optimizer, memory="4KiB", **options)
     same(weights_of(MLP.build()), weights_of(model))
     said = str(refusal.value).split("memory=")[1].split()[0].strip("'\".,;:)")
     trains_like_plain(model, memory=said, disk=tmp_path)
@@ -107,10 +108,8 @@ def test_lbfgs_needs_everything(smallest: int, tmp_path: Path) -> None:
     model = MLP.build()
     optimizer = torch.optim.LBFGS(model.parameters())
     with pytest.raises(PlanError, match="LBFGS needs all parameters at once"):
-        elixir_fx.compile(
-            model, optimizer=optimizer, example_inputs=X, memory=smallest, disk=tmp_path
-        )
-    net = elixir_fx.compile(model, memory=smallest, disk=tmp_path)
+        exact.compile(model, optimizer=optimizer, example_inputs=X, memory=smallest, disk=tmp_path)
+    net = exact.compile(model, memory=smallest, disk=tmp_path)
     loss_of(call(net, X)).backward()
     with pytest.raises(PlanError, match="LBFGS"):
         net.bind(torch.optim.LBFGS(model.parameters()))
@@ -121,14 +120,14 @@ def test_lbfgs_needs_everything(smallest: int, tmp_path: Path) -> None:
 def test_an_optimizer_that_cannot_be_planned_for() -> None:
     model = MLP.build()
     with pytest.raises(PlanError, match="Adam cannot be planned for"):
-        elixir_fx.compile(model, torch.optim.Adam(model.parameters(), differentiable=True))
+        exact.compile(model, torch.optim.Adam(model.parameters(), differentiable=True))
 
 
 def test_a_heavier_optimizer_than_planned(smallest: int, tmp_path: Path) -> None:
     model = MLP.build()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     memory = memory_needed(model, X, "sgd")
-    net = elixir_fx.compile(model, sgd, example_inputs=X, memory=memory, disk=tmp_path)
+    net = exact.compile(model, sgd, example_inputs=X, memory=memory, disk=tmp_path)
     with pytest.raises(PlanError, match="made for SGD"):
         net.bind(adamw(list(model.parameters())))
     loss_of(call(net, X)).backward()
@@ -137,14 +136,14 @@ def test_a_heavier_optimizer_than_planned(smallest: int, tmp_path: Path) -> None
 
 def test_plans_that_belong_elsewhere(smallest: int, tmp_path: Path) -> None:
     model = MLP.build()
-    plan = elixir_fx.plan(model, X, memory=smallest, disk=tmp_path)
+    plan = exact.plan(model, X, memory=smallest, disk=tmp_path)
     plan.save(tmp_path / "plan.json")
     other = mlp(32, 97, 32).build()
     with pytest.raises(PlanError, match="the plan has float32"):
-        elixir_fx.compile(other, example_inputs=X, plan=tmp_path / "plan.json", disk=tmp_path)
+        exact.compile(other, example_inputs=X, plan=tmp_path / "plan.json", disk=tmp_path)
     third = nn.Bilinear(32, 32, 4)
     with pytest.raises(PlanError, match="made for another model"):
-        elixir_fx.compile(third, example_inputs=(*X, *X), plan=plan, disk=tmp_path)
+        exact.compile(third, example_inputs=(*X, *X), plan=plan, disk=tmp_path)
     trains_like_plain(model, plan=tmp_path / "plan.json", disk=tmp_path, memory=smallest)
 
 
@@ -167,7 +166,7 @@ def test_a_graph_break_is_named(kind: type[nn.Linear], tmp_path: Path) -> None:
     lines = Path(__file__).read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if f"class {kind.__name__}" in line)
     number = next(n for n in range(first, len(lines)) if "the line that is named" in lines[n]) + 1
-    net = elixir_fx.compile(kind(4, 4), **SPARE)
+    net = exact.compile(kind(4, 4), **SPARE)
     with pytest.raises(CaptureError) as refusal:
         net(torch.ones(2, 4))
     assert f"{__file__}:{number}" in str(refusal.value)
@@ -208,7 +207,9 @@ def test_no_space(smallest: int, tmp_path: Path) -> None:
     model = MLP.build()
     optimizer = adamw(list(model.parameters()))
     with pytest.raises(TierError, match=r"bytes asked.*ENOSPC.*free some space"):
-        compile_over(FaultyFiles(space=8192), model, optimizer, X, memory=smallest, disk=tmp_path)
+        exact.compile_over(
+            FaultyFiles(space=8192), model, optimizer, X, memory=smallest, disk=tmp_path
+        )
     assert all(type(p) is nn.Parameter for p in model.parameters())
     same(weights_of(MLP.build()), weights_of(model))
     trains_like_plain(model, memory=smallest, disk=tmp_path)
@@ -220,7 +221,7 @@ def test_a_write_error_while_weights_move(call_number: int, smallest: int, tmp_p
     optimizer = adamw(list(model.parameters()))
     files = FaultyFiles(fail_write_at=call_number)
     with pytest.raises(TierError, match="EIO"):
-        compile_over(files, model, optimizer, X, memory=smallest, disk=tmp_path)
+        exact.compile_over(files, model, optimizer, X, memory=smallest, disk=tmp_path)
     assert all(type(p) is nn.Parameter for p in model.parameters())
     same(weights_of(MLP.build()), weights_of(model))
     trains_like_plain(model, **SPARE)
@@ -237,11 +238,11 @@ def test_a_write_error_while_states_move(smallest: int, tmp_path: Path) -> None:
         files = FaultyFiles(fail_write_at=writes - 1 if fault else None)
         options: dict[str, Any] = {"memory": smallest, "disk": tmp_path}
         if fault is None:
-            sides[1].net = compile_over(files, model, sides[1].optimizer, X, **options)
+            sides[1].net = exact.compile_over(files, model, sides[1].optimizer, X, **options)
             writes = files.writes
         else:
             with pytest.raises(TierError, match="EIO"):
-                compile_over(files, model, sides[1].optimizer, X, **options)
+                exact.compile_over(files, model, sides[1].optimizer, X, **options)
             assert all(type(p) is nn.Parameter for p in model.parameters())
         same(plain.state_dict(), sides[1].net.state_dict())
         same(sides[0].optimizer.state_dict(), sides[1].optimizer.state_dict())
@@ -254,7 +255,7 @@ def test_no_direct_io(smallest: int, tmp_path: Path) -> None:
         model, plain = MLP.build(), MLP.build()
         sides = [Side(m, m, adamw(list(m.parameters())), []) for m in (plain, model)]
         with pytest.warns(RuntimeWarning, match="refuses direct I/O") as caught:
-            sides[1].net = compile_over(
+            sides[1].net = exact.compile_over(
                 FaultyFiles(refuse_direct=refusal), model, sides[1].optimizer, X,
                 memory=smallest, disk=tmp_path,
             )  # fmt: skip
@@ -270,7 +271,7 @@ def test_short_transfers(smallest: int, tmp_path: Path) -> None:
     sides = [Side(m, m, adamw(list(m.parameters())), []) for m in (plain, model)]
     files = FaultyFiles(short_reads=True, short_writes=True)
     options: dict[str, Any] = {"memory": smallest, "disk": tmp_path}
-    sides[1].net = compile_over(files, model, sides[1].optimizer, X, **options)
+    sides[1].net = exact.compile_over(files, model, sides[1].optimizer, X, **options)
     for batch in BATCHES[:3]:
         same(sides[0].step(batch), sides[1].step(batch))
     same(weights_of(plain), weights_of(sides[1].net))
@@ -286,7 +287,7 @@ class Faulty:
             model = MLP.build()
             side = Side(model, model, adamw(list(model.parameters())), [])
             if compiled:
-                side.net = compile_over(
+                side.net = exact.compile_over(
                     self.files, model, side.optimizer, X, memory=memory, disk=folder
                 )
             self.sides.append(side)
@@ -383,8 +384,8 @@ import elixir_fx
 model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)])
 optimizer = torch.optim.AdamW(model.parameters())
 x = torch.randn(4, 256)
-memory = elixir_fx.smallest_memory(model, (x,), disk_memory="1GiB")
-net = elixir_fx.compile(model, optimizer, memory=memory, disk=sys.argv[1])
+memory = elixir_fx.smallest_memory(model, (x,), disk_memory="1GiB", kernels="eager")
+net = elixir_fx.compile(model, optimizer, memory=memory, disk=sys.argv[1], kernels="eager")
 for step in range(10000):
     net(x).square().mean().backward()
     optimizer.step()
@@ -472,7 +473,7 @@ def test_compiled_and_deleted_ten_times(tmp_path: Path) -> None:
     def once() -> list[weakref.ref[Any]]:
         model = example.build()
         optimizer = adamw(list(model.parameters()))
-        net = elixir_fx.compile(model, optimizer, memory=memory, disk=tmp_path)
+        net = exact.compile(model, optimizer, memory=memory, disk=tmp_path)
         net(x).mean().backward()
         optimizer.step()
         session = net._session
@@ -498,7 +499,7 @@ def test_steps_leave_no_tensor_behind(budget: str, smallest: int, tmp_path: Path
     model = MLP.build()
     options: dict[str, Any] = {"memory": smallest, "disk": tmp_path} if budget == "tight" else SPARE
     side = Side(model, model, adamw(list(model.parameters())), [])
-    side.net = elixir_fx.compile(model, side.optimizer, **options)
+    side.net = exact.compile(model, side.optimizer, **options)
     for batch in BATCHES[:3]:
         side.step(batch)
     gc.collect()

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from graphs import NAMED, Named, gpt, mlp
@@ -47,7 +48,7 @@ class Pair:
         model = example.build()
         self.plain_optimizer = adamw(list(self.plain.parameters()))
         self.optimizer = adamw(list(model.parameters()))
-        self.ours: Any = elixir_fx.compile(
+        self.ours: Any = exact.compile(
             model,
             optimizer=self.optimizer,
             example_inputs=example.batches(1)[0],

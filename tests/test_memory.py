@@ -6,11 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 from graphs import gpt, mlp
 from harness import adamw, budget, train
 
-import elixir_fx
 from elixir_fx.errors import PlanError
 from elixir_fx.testing import emulated
 from elixir_fx.units import GIB, MIB
@@ -56,7 +56,7 @@ def test_moved_bytes_are_as_forecast(tmp_path: Path) -> None:
     model, batches = GPT.build(), GPT.batches(4)
     memory = budget(model, batches[0], 0.2, disk_memory=GIB, optimizer="adamw")
     optimizer = adamw(list(model.parameters()))
-    compiled = elixir_fx.compile(model, optimizer=optimizer, memory=memory, disk=tmp_path)
+    compiled = exact.compile(model, optimizer=optimizer, memory=memory, disk=tmp_path)
     for batch in batches:
         compiled(*batch).backward()
         optimizer.step()
@@ -71,10 +71,10 @@ def test_moved_bytes_are_as_forecast(tmp_path: Path) -> None:
 
 def test_the_smallest_budget_works_and_less_is_refused(tmp_path: Path) -> None:
     model, batches = GPT.build(), GPT.batches(2)
-    smallest = elixir_fx.smallest_memory(model, batches[0], disk_memory=GIB, optimizer="adamw")
+    smallest = exact.smallest_memory(model, batches[0], disk_memory=GIB, optimizer="adamw")
     options: dict[str, Any] = {"disk": str(tmp_path), "example_inputs": batches[0]}
     with pytest.raises(PlanError, match="memory="):
-        elixir_fx.compile(
+        exact.compile(
             model,
             optimizer=adamw(list(model.parameters())),
             memory=int(0.98 * smallest) - 4096,
@@ -90,7 +90,7 @@ def test_without_a_disk_a_budget_below_the_state_is_refused() -> None:
     model, batch = example.build(), example.batches(1)[0]
     state_bytes = 4 * sum(p.nbytes for p in model.parameters())
     with pytest.raises(PlanError, match="memory="):
-        elixir_fx.plan(model, batch, memory=state_bytes // 2, optimizer="adamw")
+        exact.plan(model, batch, memory=state_bytes // 2, optimizer="adamw")
 
 
 RESIDENT = """

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from case_models import randn
@@ -23,7 +24,7 @@ from elixir_fx.errors import LayoutError
 from elixir_fx.machine import Tier
 from elixir_fx.runtime.migrate import Migration
 from elixir_fx.runtime.parameters import AwayTensor, ChunkGradient
-from elixir_fx.testing import FaultyFiles, compile_over, emulated
+from elixir_fx.testing import FaultyFiles, emulated
 
 THREADS = 1
 SMALL, LARGE = (randn(2, 32),), (randn(16, 32, seed=1),)
@@ -150,7 +151,7 @@ def test_checkpoints_cross_a_move(tmp_path: Path) -> None:
 
 def test_emulated_accelerator(tmp_path: Path) -> None:
     """Host memory in the place of a disk."""
-    memory = elixir_fx.smallest_memory(net(), LARGE, machine=emulated())
+    memory = exact.smallest_memory(net(), LARGE, machine=emulated())
     pair = Pair(net, [SMALL], {"memory": memory + memory // 16, "machine": emulated()})
     pair.do(learn(SMALL))
     grown(pair, learn(LARGE))
@@ -298,7 +299,7 @@ def engines(folder: Path, batch: Any = SMALL) -> Iterator[Any]:
     least = memory_needed(net(), batch)
     total = sum(4 * p.nbytes for p in net().parameters())
     for memory in (least, least + total // 3, 1 << 30):
-        yield elixir_fx.plan(net(), batch, memory=memory, disk=str(folder))
+        yield exact.plan(net(), batch, memory=memory, disk=str(folder))
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)])
@@ -408,7 +409,7 @@ def test_not_without_gradients(tmp_path: Path) -> None:
 
 def test_not_with_a_plan_of_the_users(tmp_path: Path) -> None:
     options = roomy(tmp_path)
-    plan = elixir_fx.plan(net(), SMALL, **options)
+    plan = exact.plan(net(), SMALL, **options)
     pair = Pair(net, [SMALL], {**options, "plan": plan})
     pair.do(learn(SMALL))
     with pytest.raises(LayoutError):
@@ -485,7 +486,7 @@ def faulty_pair(files: Breaking, folder: Path) -> Pair:
     pair = Pair(net, [SMALL], {"memory": "1GiB"})
     model = net()
     optimizer = adamw(list(model.parameters()))
-    compiled = compile_over(files, model, optimizer, None, **roomy(folder))
+    compiled = exact.compile_over(files, model, optimizer, None, **roomy(folder))
     pair.sides[1] = Side(model, compiled, optimizer, [])
     pair.plain, pair.ours = pair.sides
     return pair
@@ -606,7 +607,7 @@ def test_a_disk_that_fails_for_the_states(tmp_path: Path) -> None:
     least = memory_needed(four(), large)
     options = {"memory": least + least // 16, "disk": str(tmp_path)}
     pair.sides[1] = Side(
-        model, compile_over(files, model, optimizer, None, **options), optimizer, []
+        model, exact.compile_over(files, model, optimizer, None, **options), optimizer, []
     )
     pair.plain, pair.ours = pair.sides
     pair.do(learn(small))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from harness import Batch, adamw
@@ -85,7 +86,7 @@ def test_attributes_and_methods_are_the_original_ones(trained: Pair) -> None:
     with pytest.raises(AttributeError, match="'Net' object has no attribute 'nothing'"):
         _ = net.nothing
     trained.do(lambda side: side.net.encode(X))
-    sequence = elixir_fx.compile(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), **SPARE)
+    sequence = exact.compile(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), **SPARE)
     assert len(sequence) == 2 and [type(part) for part in sequence] == [nn.Linear, nn.Tanh]
     assert type(sequence[0]) is nn.Linear
 
@@ -96,9 +97,9 @@ def test_what_it_shows(trained: Pair) -> None:
     assert "# elixir: gather chunk" in net.print_readable(print_output=False)
     assert isinstance(net.backward_module, torch.fx.GraphModule)
     assert "elixir.reduce" in net.backward_module.code
-    assert [record.name for record in net.history][-1] == "prefetch"
+    assert [record.name for record in net.history][-1] == "align"
     assert net.plan.forecast.disk_read_bytes > 0 and net.stats()["disk_read_bytes"] > 0
-    fresh = elixir_fx.compile(Net(), **SPARE)
+    fresh = exact.compile(Net(), **SPARE)
     assert fresh.plan is None and fresh.backward_module is None and not fresh.history
     assert [node.op for node in fresh.graph.nodes].count("call_module") == 1
 
@@ -182,7 +183,7 @@ def test_a_state_dict_of_its_own() -> None:
             return self.inner(x)
 
     model = Wrapped()
-    net = elixir_fx.compile(model, **SPARE)
+    net = exact.compile(model, **SPARE)
     assert list(net.state_dict()) == ["weight", "bias"]
     net.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.zeros(3)})
     assert torch.equal(net(torch.ones(1, 3)), torch.full((1, 3), 3.0))
@@ -226,7 +227,7 @@ def test_optimizer_states_move_to_another_budget(name: str, trained: Pair, tmp_p
     assert not any(is_away(value) for state in states["state"].values() for value in state)
     model = Net()
     optimizer = adamw(list(model.parameters()))
-    net = elixir_fx.compile(model, optimizer=optimizer, example_inputs=(X,), **options)
+    net = exact.compile(model, optimizer=optimizer, example_inputs=(X,), **options)
     net.load_state_dict(weights)
     optimizer.load_state_dict(states)
     losses = []
@@ -245,7 +246,7 @@ def test_save_and_load(trained: Pair, tmp_path: Path) -> None:
     elixir_fx.save(tmp_path / "saved", trained.ours.net, trained.ours.optimizer)
     model = Net()
     optimizer = adamw(list(model.parameters()))
-    net = elixir_fx.compile(model, optimizer=optimizer, example_inputs=(X,), **SPARE)
+    net = exact.compile(model, optimizer=optimizer, example_inputs=(X,), **SPARE)
     elixir_fx.load(tmp_path / "saved", net, optimizer)
     same(trained.plain.net.state_dict(), net.state_dict())
     same(trained.plain.optimizer.state_dict(), optimizer.state_dict())
@@ -296,7 +297,7 @@ def test_deepcopy_is_a_plain_model(trained: Pair) -> None:
     trained.check()
     stream = io.BytesIO()
     torch.save(copied, stream)
-    again = elixir_fx.compile(copied, **SPARE)
+    again = exact.compile(copied, **SPARE)
     assert again(X).shape == (6, 40)
 
 
@@ -332,19 +333,19 @@ def test_wrappers_are_refused(trained: Pair, group: None) -> None:
         nn.parallel.DistributedDataParallel(net)
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     with pytest.raises(ElixirError, match="wrapped by DistributedDataParallel"):
-        elixir_fx.compile(wrapped)
+        exact.compile(wrapped)
     with pytest.raises(ElixirError, match="wrapped by OptimizedModule"):
-        elixir_fx.compile(torch.compile(nn.Linear(2, 2)))
+        exact.compile(torch.compile(nn.Linear(2, 2)))
     trained.train()
     trained.check()
 
 
 def test_a_second_compile_is_refused(trained: Pair) -> None:
-    spare = elixir_fx.compile(nn.Linear(2, 2), **SPARE)
+    spare = exact.compile(nn.Linear(2, 2), **SPARE)
     spare(torch.ones(1, 2))
     for model in (trained.ours.net, trained.ours.model, spare, nn.Sequential(spare)):
         with pytest.raises(ElixirError, match="compiled already"):
-            elixir_fx.compile(model)
+            exact.compile(model)
     trained.train()
     trained.check()
 

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from graphs import NAMED, Drawn, Named, gpt, models
@@ -29,7 +30,6 @@ from harness import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import elixir_fx
 from elixir_fx.testing import emulated
 from elixir_fx.units import GIB
 
@@ -188,7 +188,7 @@ def test_evaluation_between_steps(tmp_path: Path) -> None:
 
     plain, model = example.build(), example.build()
     optimizer = adamw(list(model.parameters()))
-    net = elixir_fx.compile(model, optimizer=optimizer, kernels="eager", **options)
+    net = exact.compile(model, optimizer=optimizer, **options)
     expected, got = run(plain, adamw(list(plain.parameters()))), run(net, optimizer)
     assert [difference(a, b) for a, b in zip(expected, got, strict=True)] == [None] * 6
 
@@ -201,7 +201,7 @@ def test_a_schedule_of_learning_rates(tmp_path: Path) -> None:
         net: Any = NAMED["mlp"].build()
         optimizer = adamw(list(net.parameters()))
         if compile_it:
-            net = elixir_fx.compile(net, optimizer=optimizer, kernels="eager", **options)
+            net = exact.compile(net, optimizer=optimizer, **options)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=8)
         for batch in batches:
             loss_of(call(net, batch)).backward()

@@ -26,7 +26,7 @@ def names(pipeline: object) -> list[str]:
 
 
 def test_the_order_is_written_once() -> None:
-    assert names(PIPELINE) == ["split_views", "gather", "release", "reduce", "prefetch"]
+    assert names(PIPELINE) == ["split_views", "gather", "release", "reduce", "prefetch", "align"]
     assert [a.__name__ for a in PIPELINE.analyses] == [
         "lifetime",
         "compute_cost",
@@ -35,9 +35,9 @@ def test_the_order_is_written_once() -> None:
 
 
 def test_a_pipeline_is_edited_by_name_and_stays_as_it_was() -> None:
-    assert names(PIPELINE.after("prefetch", mine))[-2:] == ["prefetch", "mine"]
+    assert names(PIPELINE.after("prefetch", mine))[-3:] == ["prefetch", "mine", "align"]
     assert names(PIPELINE.after("gather", mine))[1:4] == ["gather", "mine", "release"]
-    assert names(PIPELINE.without("prefetch")) == names(PIPELINE)[:-1]
+    assert names(PIPELINE.without("align")) == names(PIPELINE)[:-1]
     with pytest.raises(
         ElixirError, match=r"no transform pass is called 'ghater'; there are \['spl"
     ):
@@ -50,8 +50,7 @@ def test_history_tells_what_each_pass_did() -> None:
     done = [record.name for record in step.history]
     assert done == [
         *(a.__name__ for a in PIPELINE.analyses),
-        *names(PIPELINE),
-        "mine",
+        *names(PIPELINE.after("prefetch", mine)),
     ]
     by_name = {record.name: record for record in step.history}
     stays = len(step.schedule.gathers) if step.schedule is not None else 0
@@ -76,7 +75,7 @@ def test_stages_are_dumped_as_python(tmp_path: Path) -> None:
     for file in (tmp_path / "stages").iterdir():
         compile(file.read_text(), str(file), "exec")
     last = (tmp_path / "stages" / files[-1]).read_text()
-    assert last.startswith("# stage 5: prefetch, made in ")
+    assert last.startswith("# stage 6: align, made in ")
     assert "# elixir: gather chunk 0 (0.weight, 4.0 KiB) from host" in last.replace('"', "")
 
 

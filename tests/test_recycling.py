@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+import exact
 import pytest
 import torch
 from graphs import NAMED, gpt
 from harness import adamw, budget, compare
 from torch import nn
 
-import elixir_fx
 from elixir_fx import recycling
 from elixir_fx.machine import Tier
 from elixir_fx.runtime.recycler import Recycler
@@ -47,7 +47,7 @@ def test_blocks_are_used_again(tmp_path: Path) -> None:
     taken: list[int] = []
     model = GPT.build()
     options = tight(model, GPT.batches(1)[0], tmp_path)
-    compiled = elixir_fx.compile(model, **options)
+    compiled = exact.compile(model, **options)
     for batch in GPT.batches(3):
         compiled(*batch).backward()
         recycler = compiled._session.engine.recycler
@@ -58,7 +58,7 @@ def test_blocks_are_used_again(tmp_path: Path) -> None:
 def test_a_kept_graph_keeps_its_values(tmp_path: Path) -> None:
     plain, model = GPT.build(), GPT.build()
     batch, other = GPT.batches(2)
-    compiled = elixir_fx.compile(model, **tight(model, batch, tmp_path))
+    compiled = exact.compile(model, **tight(model, batch, tmp_path))
     for net in (plain, compiled):
         loss = net(*batch)
         loss.backward(retain_graph=True)
@@ -71,7 +71,7 @@ def test_a_kept_graph_keeps_its_values(tmp_path: Path) -> None:
 def test_two_forwards_before_a_backward(tmp_path: Path) -> None:
     plain, model = GPT.build(), GPT.build()
     batches = GPT.batches(3)
-    compiled = elixir_fx.compile(model, **tight(model, batches[0], tmp_path))
+    compiled = exact.compile(model, **tight(model, batches[0], tmp_path))
     for net in (plain, compiled):
         first, second = net(*batches[0]), net(*batches[1])
         net(*batches[2])  # its graph is dropped

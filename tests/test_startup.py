@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import exact
 import pytest
 import torch
 from graphs import seeded
@@ -14,7 +15,6 @@ from pairs import SPARE, Pair, Side, memory_needed, same, tight
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import elixir_fx
 from elixir_fx import ElixirError, TierError
 from elixir_fx.units import GIB
 
@@ -66,7 +66,7 @@ def trains_like(plain: nn.Module, model: nn.Module, options: dict[str, Any]) -> 
         trained = [p for p in one.parameters() if p.requires_grad]
         sides.append(Side(one, one, adamw(trained), []))
     objects = list(model.parameters())
-    sides[1].net = elixir_fx.compile(
+    sides[1].net = exact.compile(
         model, optimizer=sides[1].optimizer, example_inputs=(X,), **options
     )
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -141,7 +141,7 @@ def test_weights_that_do_not_fit(tmp_path: Path) -> None:
     ):
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(TierError, match=words):
-            elixir_fx.compile(on_meta(), weights=given, **options)
+            exact.compile(on_meta(), weights=given, **options)
 
 
 class Unfilled(nn.Module):
@@ -161,9 +161,9 @@ class Unfilled(nn.Module):
 def test_what_nothing_fills_is_named(buffer: bool, name: str) -> None:
     model = on_meta(lambda: Unfilled(buffer))
     with pytest.raises(ElixirError, match=f"nothing fills {name}: Unfilled has no reset"):
-        elixir_fx.compile(model, example_inputs=(X,), **SPARE)
+        exact.compile(model, example_inputs=(X,), **SPARE)
     assert all(p.is_meta for p in model.parameters())
-    net = elixir_fx.compile(
+    net = exact.compile(
         model,
         example_inputs=(X,),
         init=lambda module: (
@@ -177,7 +177,7 @@ def test_what_nothing_fills_is_named(buffer: bool, name: str) -> None:
 def test_a_real_model_with_one_part_on_meta(budget: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Linear(32, 32), on_meta(lambda: nn.Linear(32, 32)))
     real = model[0].weight.detach().clone()
-    net = elixir_fx.compile(model, example_inputs=(X,), **budget)
+    net = exact.compile(model, example_inputs=(X,), **budget)
     same(real, net[0].weight.detach())
     assert net(X).shape == (4, 32) and not net[1].weight.is_meta
 
@@ -185,7 +185,7 @@ def test_a_real_model_with_one_part_on_meta(budget: dict[str, Any]) -> None:
 def test_planning_leaves_the_model_alone() -> None:
     for model in (on_meta(), Net()):
         before = [(id(p), p.is_meta) for p in model.parameters()]
-        plan = elixir_fx.plan(model, (X,), memory=GIB)
+        plan = exact.plan(model, (X,), memory=GIB)
         assert plan.layout.keeps_all
         assert [(id(p), p.is_meta) for p in model.parameters()] == before
 
@@ -356,7 +356,7 @@ def test_frozen_altogether(budget: dict[str, Any]) -> None:
     model = Net().requires_grad_(False).eval()
     plain = seeded(0, Net).requires_grad_(False).eval()
     plain.load_state_dict(model.state_dict())
-    net = elixir_fx.compile(model, **budget)
+    net = exact.compile(model, **budget)
     same(plain(X), net(X))
     inputs = [X.clone().requires_grad_() for _ in range(2)]
     for one, module in zip(inputs, (plain, net), strict=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def trained(example: Example, make: MakeOptimizer = adamw, **options: Any) -> El
     """Two steps, with what `code` and `stats` then say."""
     model = example.build()
     optimizer = make(list(model.parameters()))
-    net = elixir_fx.compile(model, optimizer, **options)
+    net = exact.compile(model, optimizer, **options)
     for batch in example.batches(2):
         loss_of(call(net, batch)).backward()
         optimizer.step()
@@ -125,17 +126,17 @@ def test_groups_that_cannot_be(fake: tuple[int, int]) -> None:
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (4, 4, 4))
     with pytest.raises(ElixirError, match="a mesh of 3 dimensions: give one"):
-        elixir_fx.compile(model, process_group=mesh)
+        exact.compile(model, process_group=mesh)
     with pytest.raises(ElixirError, match=r"process_group is a str: give a torch\.distributed"):
-        elixir_fx.compile(model, process_group="everyone")
+        exact.compile(model, process_group="everyone")
     with pytest.raises(ElixirError, match="one rank to shard over: use DistributedDataParallel"):
-        elixir_fx.compile(model, process_group=init_device_mesh("cpu", (64, 1)))
+        exact.compile(model, process_group=init_device_mesh("cpu", (64, 1)))
 
 
 def test_a_plan_for_other_ranks_is_refused(fake: tuple[int, int]) -> None:
     model, batch = GPT.build(), GPT.batches(1)[0]
-    plan = elixir_fx.plan(model, batch, ranks=2, memory="64MiB")
-    net = elixir_fx.compile(model, plan=plan, memory="64MiB")
+    plan = exact.plan(model, batch, ranks=2, memory="64MiB")
+    net = exact.compile(model, plan=plan, memory="64MiB")
     with pytest.raises(PlanError, match="the plan is for 2 ranks and 64 train this model"):
         call(net, batch)
 

@@ -83,6 +83,7 @@ class Engine:
         self.rank = 0  # among those that train this model
         self.device = device
         self.lock = threading.RLock()
+        self.counts = False  # the memory that a half takes is being measured
         self.optimizer_s = 0.0
         self.buffer_bytes = 0
         self.peak_bytes = 0  # as planned; what the recycler holds stays below it

@@ -81,8 +81,12 @@ class Stats:
             meter.adopt(saved)
             saved.clear()
             meter.adopt(engine.recycler.blocks())
-            with meter:
-                yield
+            engine.counts = True
+            try:
+                with meter:
+                    yield
+            finally:
+                engine.counts = False
             peak = max(self._peaks.pop(key, 0), meter.peak_bytes)
             self._peaks[key] = peak  # the latest last
             if len(self._peaks) > SIZES:

@@ -33,7 +33,7 @@ class Training:
         self.original = common.build(config)
         self.optimizer = torch.optim.AdamW(self.original.parameters(), lr=3e-4)
         if backend == "elixir_fx":
-            options = {"model": self.original, "optimizer": self.optimizer, **options}
+            options |= {"model": self.original, "optimizer": self.optimizer, "kernels": "eager"}
         self.model = torch.compile(self.original, backend=backend, options=options or None)
 
     def step(self) -> float:
@@ -56,7 +56,7 @@ def memory(disk: str, layers: int, steps: int) -> dict[str, Any]:
     config = replace(common.GPT_92M, layers=layers)
     inputs = next(common.text_batches(1, config.seq, 0))
     whole = common.build(config, meta=True)
-    plan = elixir_fx.plan(whole, inputs, memory=64 * GIB, optimizer="adamw")
+    plan = elixir_fx.plan(whole, inputs, memory=64 * GIB, optimizer="adamw", kernels="eager")
     budget_bytes = plan.forecast.activation_bytes + common.state_bytes(whole) // 4
     common.reset_peak()
     start_bytes = common.resident_bytes()

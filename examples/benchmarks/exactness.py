@@ -70,7 +70,9 @@ def run(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     states = 2 if case.optimizer is adamw else 1
     trainable = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     state_bytes = sum(p.nbytes for p in model.parameters()) + (1 + states) * trainable
-    unlimited = elixir_fx.plan(model, batches[0], memory=64 * GIB, optimizer="adamw")
+    unlimited = elixir_fx.plan(
+        model, batches[0], memory=64 * GIB, optimizer="adamw", kernels="eager"
+    )
     activation_bytes = unlimited.forecast.activation_bytes
     budget_bytes = int(0.3 * state_bytes + 1.5 * activation_bytes) + 2 * MIB
     limits: dict[str, Any] = {"memory": budget_bytes, "disk": args.disk}

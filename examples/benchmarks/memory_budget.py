@@ -26,7 +26,7 @@ def activation_bytes(config: common.Config, batch: int) -> dict[str, int]:
     inputs = next(common.text_batches(batch, config.seq, 0))
     model = common.build(config)
     saved = common.saved_bytes(model, inputs)
-    plan = elixir_fx.plan(model, inputs, memory=64 * GIB, optimizer="adamw")
+    plan = elixir_fx.plan(model, inputs, memory=64 * GIB, optimizer="adamw", kernels="eager")
     return {"planned": plan.forecast.activation_bytes, "saved": saved}
 
 

@@ -32,13 +32,13 @@ class Training:
         self.original = model = common.build(CONFIG)
         inputs = next(self.batches)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        plan = elixir_fx.plan(model, inputs, memory=64 * GIB, optimizer="adamw")
+        plan = elixir_fx.plan(model, inputs, memory=64 * GIB, optimizer="adamw", kernels="eager")
         budget_bytes = int(1.5 * plan.forecast.activation_bytes)
         budget_bytes += int(0.25 * common.state_bytes(model)) + 2 * MIB
         self.model: Any
         if backend:
-            options = {"model": model, "optimizer": self.optimizer, "disk": disk}
-            options["memory"] = 2 * budget_bytes
+            options = {"model": model, "optimizer": self.optimizer, "kernels": "eager"}
+            options |= {"memory": 2 * budget_bytes, "disk": disk}
             self.model = torch.compile(model, backend="elixir_fx", options=options)
             return
         self.model = elixir_fx.compile(

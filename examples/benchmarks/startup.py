@@ -41,7 +41,12 @@ def start(args: argparse.Namespace, config: common.Config) -> dict[str, Any]:
     begin = time.perf_counter()
     with patch.object(elixir_fx.lowering, "search", timed_search):
         plan = elixir_fx.plan(
-            model, inputs, memory=args.memory, disk_memory=64 * GIB, optimizer="adamw"
+            model,
+            inputs,
+            memory=args.memory,
+            disk_memory=64 * GIB,
+            optimizer="adamw",
+            kernels="eager",
         )
     plan_s = time.perf_counter() - begin
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 from case_models import WHEN_TIGHT, Way, gathered_blocks, in_turn, mlp, pair_of, randn
@@ -174,7 +175,7 @@ def forces(model: Layers, h: Tensor) -> Tensor:
 
 
 def test_gradients_in_forward_are_refused_with_the_line() -> None:
-    net = elixir_fx.compile(Layers(forces), memory="1GiB")
+    net = exact.compile(Layers(forces), memory="1GiB")
     with pytest.raises(elixir_fx.CaptureError, match=r"test_autograd\.py:\d+"):
         net(X)
 
@@ -279,7 +280,7 @@ def test_second_derivatives_are_refused(way: Way, tmp_path: Path) -> None:
 
 
 def test_a_graph_that_was_freed_is_an_error() -> None:
-    net = elixir_fx.compile(mlp(), memory="1GiB")
+    net = exact.compile(mlp(), memory="1GiB")
     loss = net(X).square().mean()
     loss.backward()
     with pytest.raises(RuntimeError, match="second time"):

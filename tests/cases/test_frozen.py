@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import exact
 import pytest
 import torch
 from case_models import EVERY_WAY, WHEN_TIGHT, Adapters, Way, pair_of, randn
@@ -10,8 +11,6 @@ from graphs import Adapted
 from harness import loss_of
 from pairs import memory_needed, same
 from torch import nn
-
-import elixir_fx
 
 THREADS = 1
 
@@ -42,7 +41,7 @@ def test_a_frozen_model_pays_for_its_adapters_only(tmp_path: Path) -> None:
     model = Adapters(4, 1024)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     memory = memory_needed(model, (randn(2, 1024),))
-    net = elixir_fx.compile(
+    net = exact.compile(
         model, optimizer, example_inputs=(randn(2, 1024),), memory=memory, disk=tmp_path
     )
     learning = sum(p.nbytes for p in model.parameters() if p.requires_grad)

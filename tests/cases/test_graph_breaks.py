@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+import exact
 import pytest
 import torch
 from case_models import EVERY_WAY, Way, mlp, pair_of, randn, token_ids
@@ -178,7 +179,7 @@ def refused(kind: type[nn.Module], way: Way, folder: Path) -> None:
     model = kind()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options = {**SPARE, "disk": str(folder)} if way.budget == "tight" else SPARE
-    net = elixir_fx.compile(model, **options)
+    net = exact.compile(model, **options)
     with pytest.raises(elixir_fx.CaptureError) as caught:
         net(BATCHES[0][0])
     assert re.search(r"test_graph_breaks\.py:\d+: ", str(caught.value)), str(caught.value)

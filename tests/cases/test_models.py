@@ -3,13 +3,13 @@ and equal plain PyTorch bit for bit."""
 
 from pathlib import Path
 
+import exact
 import pytest
 import torch
 from harness import Batch
 from pairs import Entry, Pair, memory_needed
 from zoo import ZOO
 
-import elixir_fx
 from elixir_fx import CaptureError
 from elixir_fx.backend import state
 from elixir_fx.units import MIB
@@ -75,7 +75,7 @@ def test_three_steps(name: str, entry: Entry, tmp_path: Path) -> None:
 def test_what_is_not_one_graph_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
     import_packages(name)
     model = ZOO[name]
-    compiled = elixir_fx.compile(model.build(), memory="1GiB", disk=str(tmp_path))
+    compiled = exact.compile(model.build(), memory="1GiB", disk=str(tmp_path))
     (batch,) = model.batches(1)
     with pytest.raises(CaptureError, match=REFUSED[name]):
         compiled(**batch)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import exact
 import pytest
 import torch
 import torch.distributed as dist
@@ -485,7 +486,7 @@ def own_seed(rank: int, apart: bool) -> list[dict[str, Tensor]]:
     model.norm.running_mean.normal_()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with hosts(apart):
-        net = elixir_fx.compile(
+        net = exact.compile(
             model, optimizer=adamw(trained(model)), example_inputs=(torch.ones(4, 16),)
         )
         return [before, net.state_dict()]

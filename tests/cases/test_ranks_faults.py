@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 
+import exact
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,7 +20,6 @@ from teams import APART, PLENTY, Odd, Tall, drift, gradients, hosts, our_twin, t
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import elixir_fx
 from elixir_fx import CaptureError, ElixirError, RankError
 
 THREADS = 1
@@ -246,7 +246,7 @@ def other_model(rank: int, what: str, apart: bool) -> tuple[str, float]:
         layers[0].requires_grad_(False)
     model = nn.Sequential(*layers)
     with hosts(apart):
-        net = elixir_fx.compile(model, optimizer=adamw(trained(model)), memory=PLENTY)
+        net = exact.compile(model, optimizer=adamw(trained(model)), memory=PLENTY)
         began = time.monotonic()
         try:
             net(torch.ones(2, 32)).sum().backward()
@@ -305,7 +305,7 @@ class Refusing(nn.Module):
 def no_capture(rank: int, apart: bool) -> None:
     model = seeded(0, lambda: Refusing(rank == 1))
     with hosts(apart):
-        net = elixir_fx.compile(model, optimizer=adamw(trained(model)), memory=PLENTY)
+        net = exact.compile(model, optimizer=adamw(trained(model)), memory=PLENTY)
         try:
             net(torch.ones(2, 32)).backward()
         except CaptureError:
@@ -345,9 +345,7 @@ def pause(seconds: float) -> int:
 def slow_capture(rank: int) -> float:
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = seeded(0, lambda: Slow(4.0 * rank))
-    net = elixir_fx.compile(
-        model, optimizer=adamw(trained(model)), memory=PLENTY, process_group=group
-    )
+    net = exact.compile(model, optimizer=adamw(trained(model)), memory=PLENTY, process_group=group)
     began = time.monotonic()
     net(torch.ones(2, 32)).backward()
     return time.monotonic() - began

@@ -3,6 +3,7 @@ that only one rank uses, sums of old and new, gradients that somebody kept."""
 
 from typing import Any
 
+import exact
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,6 @@ from ranks import run
 from teams import APART, PLENTY, Tall, drift, gradients, hosts, our_twin, trained, training_state
 from torch import Tensor, nn
 
-import elixir_fx
 from elixir_fx import ElixirError, PlanError
 
 THREADS = 1
@@ -237,9 +237,7 @@ class Table(nn.Module):
 
 def sparse(rank: int) -> str:
     model = Table()
-    net = elixir_fx.compile(
-        model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), memory=PLENTY
-    )
+    net = exact.compile(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), memory=PLENTY)
     with pytest.raises(PlanError) as refused:
         net(torch.arange(4))
     return str(refused.value)

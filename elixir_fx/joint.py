@@ -1,0 +1,110 @@
+"""The joint graph as AOTAutograd hands it over, and in what way it was traced.
+
+Beside `capture`. What stands behind can count on it that every node has its phase,
+placeholders stand in front, and the forward stands before the backward.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from elixir_fx.errors import CaptureError
+from elixir_fx.step import mark
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tracing:
+    """How operators are traced: as PyTorch's own kernels run them, or as a compiler wants them.
+
+    `prepare` takes Dynamo's graph, and whether it has dynamic dimensions, to the one that is
+    traced, inside `context`, with `decompositions`. `join` takes AOTAutograd's joint graph, its
+    inputs and its partition function's keywords to one whose phases are in order, `alone` a
+    forward without a backward. `compiled`: the operators will be compiled in runs.
+    """
+
+    prepare: Callable[[fx.GraphModule, bool], fx.GraphModule]
+    join: Callable[..., fx.GraphModule]
+    alone: Callable[[fx.GraphModule, Sequence[Any]], fx.GraphModule]
+    decompositions: Callable[[], Mapping[Any, Callable[..., Any]] | None] = lambda: None
+    context: Callable[[], AbstractContextManager[object]]
+    compiled: bool = False
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return node.name.startswith("tangents_")
+
+
+def is_added(node: fx.Node) -> bool:
+    """Whether AOTAutograd added a placeholder: a tangent, or a token that keeps operators with
+    effects (the error checks of torch.linalg) in their order."""
+    return is_tangent(node) or type(node.meta.get("desc")).__name__ == "ForwardTokenAOTInput"
+
+
+def order_phases(module: fx.GraphModule, *, trains: bool) -> None:
+    """Mark every node with its phase and make sure the forward stands in front."""
+    backward: set[fx.Node] = set()
+    for node in module.graph.nodes:
+        tagged = node.meta.get("partitioner_tag") == "is_backward" and node.op != "output"
+        if trains and (
+            tagged or is_tangent(node) or any(s in backward for s in node.all_input_nodes)
+        ):
+            backward.add(node)
+        mark(node, backward=node in backward)
+    first = next((n for n in module.graph.nodes if n in backward and n.op != "placeholder"), None)
+    late = False
+    for node in list(module.graph.nodes):
+        late = late or node is first
+        if late and node not in backward and node.op not in ("placeholder", "output"):
+            assert first is not None
+            first.prepend(node)
+    mark(module.graph.output_node(), backward=trains)
+
+
+def rejoin(
+    joint: fx.GraphModule, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int
+) -> fx.GraphModule:
+    """One graph again of two that a partitioner made of `joint`: what its backward computes
+    again stands there once more, what it takes from the forward is read there. `outputs` of the
+    forward's are the user's."""
+    graph = fx.Graph()
+    known: dict[str, fx.Node] = {}  # forward nodes, by their name
+    tangents = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    for node in forward.graph.nodes:
+        if node.op == "placeholder":
+            known[node.name] = mark(graph.node_copy(node), backward=False)
+    for name, node in tangents.items():
+        if is_tangent(node):
+            tangents[name] = mark(graph.node_copy(node), backward=True)
+    _append(graph, forward, known, backward=False)
+    of_backward = {}
+    for name, node in tangents.items():
+        if not is_tangent(node) and name not in known:
+            raise CaptureError(f"the backward takes {name!r}, which the forward does not make")
+        of_backward[name] = node if is_tangent(node) else known[name]
+    _append(graph, backward, of_backward, backward=True)
+    results = [
+        *_results(forward, known)[:outputs],
+        *_results(backward, of_backward),
+    ]
+    output = graph.output(tuple(results))
+    output.meta = dict(joint.graph.output_node().meta)
+    mark(output, backward=True)
+    return fx.GraphModule(joint, graph)
+
+
+def _append(
+    graph: fx.Graph, half: fx.GraphModule, known: dict[str, fx.Node], *, backward: bool
+) -> None:
+    for node in half.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            copy = graph.node_copy(node, lambda source: known[source.name])
+            known[node.name] = mark(copy, backward=backward)
+
+
+def _results(half: fx.GraphModule, known: Mapping[str, fx.Node]) -> list[fx.Node | None]:
+    (results,) = half.graph.output_node().args
+    assert isinstance(results, (list, tuple))
+    return [known[node.name] if isinstance(node, fx.Node) else None for node in results]
