@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from elixir_fx import ops
-from elixir_fx.kernels import Compiled
+from elixir_fx.kernels import SHARED, Compiled
 from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, recycled_root
 from elixir_fx.step import (
     StepGraph,
@@ -248,7 +248,8 @@ def _owned(gradient: fx.Node) -> bool:
     fake = gradient.meta["val"]
     current = gradient
     while True:
-        if len(current.users) != 1 or current.op == "placeholder":
+        alone = len(current.users) == 1 and not current.meta.get(SHARED)
+        if not alone or current.op == "placeholder":
             return False
         source = viewed_input(current)
         if source is None:

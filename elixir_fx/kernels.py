@@ -3,11 +3,13 @@
 Between `codegen.split` and `codegen.executable`. A run is a maximal stretch of pure operations
 between nodes of ours, cut once more where equal layers begin, so that a model of 48 layers has
 as many kinds of runs as one of 6. Outside of runs stay our nodes, the views that cut parameters
-out of gathered chunks, seeds, sizes, and what no compiler takes (sparse tensors). Views of a
-run's results are made again outside, so that no two results of a run share memory.
+out of gathered chunks, seeds, sizes, and what no compiler takes (sparse tensors).
 """
 
+import math
 import operator
+import sys
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,11 +29,12 @@ from elixir_fx.step import (
     memory_root,
     operator_name,
     value,
-    viewed_input,
 )
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
+SHORTEST_S = 1e-3  # of layers that are a run: calling it takes some 20 microseconds
+SHARED = "elixir_shared"  # node.meta key of a run's results: another one lies in the same memory
 KINDS = 1024  # of runs that a model keeps
 # Operators that make the seeds of a step's random numbers: they would tell equal layers apart,
 # and cost nothing outside.
@@ -66,9 +69,12 @@ class Kernels:
         """How many kinds of runs were compiled."""
         return len(self._known)
 
-    def compiled(self, half: fx.GraphModule, *, backward: bool, trains: bool) -> fx.GraphModule:
-        """The half with calls of `Compiled` runs in the place of their operations."""
-        return _Cutting(half, lambda run: self._kind(run, backward, trains)).module()
+    def compiled(
+        self, half: fx.GraphModule, seconds: Mapping[str, float], *, backward: bool, trains: bool
+    ) -> fx.GraphModule:
+        """The half with calls of `Compiled` runs in the place of their operations, which take so
+        many `seconds` by their names."""
+        return _Cutting(half, seconds, lambda run: self._kind(run, backward, trains)).module()
 
     def _kind(self, run: "Run", backward: bool, trains: bool) -> Compiled:
         key = (backward, trains, run.key())
@@ -88,8 +94,14 @@ def packed(*values: object) -> list[object]:
 class _Cutting:
     """One half on its way from operations to calls of runs."""
 
-    def __init__(self, half: fx.GraphModule, kind_of: Callable[["Run"], Compiled]) -> None:
+    def __init__(
+        self,
+        half: fx.GraphModule,
+        seconds: Mapping[str, float],
+        kind_of: Callable[["Run"], Compiled],
+    ) -> None:
         self._half = half
+        self._seconds = seconds
         self._kind_of = kind_of
         self._graph = fx.Graph()
         self._made: dict[fx.Node, fx.Node] = {}  # what there is outside, by the half's node
@@ -109,7 +121,7 @@ class _Cutting:
                 outside.append([])
                 stretches.append([])
             outside[-1].append(node)
-        for nodes, runs in zip(outside, cut(stretches), strict=True):
+        for nodes, runs in zip(outside, cut(stretches, self._seconds), strict=True):
             for node in nodes:
                 self._copy(node)
             for members in runs:
@@ -140,9 +152,10 @@ class _Cutting:
         arguments = self._graph.call_function(packed, inputs)
         call = self._graph.call_module(name, (arguments,))
         call.meta["val"] = tuple(value(node) for node in run.results)
+        memories = Counter(memory_root(node) for node in run.results)
         for place, node in enumerate(run.results):
             self._made[node] = item = self._graph.call_function(operator.getitem, (call, place))
-            item.meta = dict(node.meta)
+            item.meta = {**node.meta, SHARED: memories[memory_root(node)] > 1}
         for node in run.views:
             self._copy(node)
 
@@ -150,8 +163,8 @@ class _Cutting:
 class Run:
     """Operations that are compiled together.
 
-    `inputs` are the nodes that it reads, `results` those that others read and `views` what is
-    made of inputs and results outside again, each in order.
+    `inputs` are the nodes that it reads, `results` those that others read. `views` others read
+    too, but they are views of inputs, and made again outside. Each in order.
     """
 
     def __init__(
@@ -174,12 +187,13 @@ class Run:
             if symbol in sizes:
                 read[sizes[symbol]] = None
         self.inputs = list(read)
-        needed: set[fx.Node] = set()
-        for node in members:
-            if any(user not in inside for user in node.users):
-                _need(node, inside, needed)
-        self.results = [n for n in members if n in needed and viewed_input(n) is None]
-        self.views = [n for n in members if n in needed and viewed_input(n) is not None]
+        needed = [n for n in members if any(user not in inside for user in n.users)]
+        self.results = [node for node in needed if memory_root(node) in inside]
+        views: dict[fx.Node, None] = {}
+        for node in needed:
+            if memory_root(node) not in inside:
+                _chain(node, inside, views)
+        self.views = list(views)
 
     def key(self) -> Hashable:
         """What equal runs have in common: operators, constants, geometry and what is read."""
@@ -229,34 +243,41 @@ def _written(node: fx.Node, numbers: Mapping[fx.Node, int]) -> str:
     return repr(map_arg((node.args, node.kwargs), numbered))
 
 
-def _need(node: fx.Node, inside: set[fx.Node], needed: set[fx.Node]) -> None:
-    """Note what must be there outside for others to read `node`."""
-    if node not in inside or node in needed:
-        return
-    needed.add(node)
-    if viewed_input(node) is not None:
+def _chain(node: fx.Node, inside: set[fx.Node], views: dict[fx.Node, None]) -> None:
+    """Note a view of something outside, behind the views that it is made of."""
+    if node in inside and node not in views:
         for source in node.all_input_nodes:
-            _need(source, inside, needed)
+            _chain(source, inside, views)
+        views[node] = None
 
 
-def cut(stretches: Sequence[Sequence[fx.Node]]) -> list[list[list[fx.Node]]]:
+def cut(
+    stretches: Sequence[Sequence[fx.Node]], seconds: Mapping[str, float]
+) -> list[list[list[fx.Node]]]:
     """The runs of each stretch of pure operations: cut where equal layers begin, at every place
-    where nodes of ours cut one of these layers, or else at one that costs nothing."""
+    where nodes of ours cut one of these layers, or else at one that costs nothing; there as
+    many short layers stay together as make calling a run cheap."""
     nodes = [node for stretch in stretches for node in stretch]
     ends = [0]
     for stretch in stretches:
         ends.append(ends[-1] + len(stretch))
-    costs = cut_bytes(nodes)
+    # Never between an operator and what is picked of its results.
+    costs = [
+        sys.maxsize if is_item(n) else c for n, c in zip(nodes, cut_bytes(nodes), strict=False)
+    ]
     cuts = set(ends)
     for repeat in repeats(_tokens(nodes)):
         layer = repeat.start + repeat.period  # the second: the first may be read otherwise
         places = {
             (end - repeat.start) % repeat.period for end in ends if repeat.start <= end < repeat.end
         }
+        together = 1
         if not places:
             places = {min(range(repeat.period), key=lambda place: costs[layer + place])}
+            layer_s = sum(seconds.get(n.name, 0.0) for n in nodes[layer : layer + repeat.period])
+            together = max(1, math.ceil(SHORTEST_S / max(layer_s, SHORTEST_S / repeat.count)))
         for place in places:
-            cuts.update(range(repeat.start + place, repeat.end, repeat.period))
+            cuts.update(range(repeat.start + place, repeat.end, repeat.period * together))
     return [
         [nodes[start:end] for start, end in pairwise(sorted(c for c in cuts if first <= c <= last))]
         for first, last in pairwise(ends)

@@ -157,7 +157,8 @@ class Session:
         if self.kernels is None or not self.will_run:
             return half
         self.progress("compiling kernels")
-        return self.kernels.compiled(half, backward=backward, trains=step.trains)
+        seconds = {cost.node: cost.seconds for cost in step.costs}
+        return self.kernels.compiled(half, seconds, backward=backward, trains=step.trains)
 
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         """ElixirError if a parameter is another object than the one whose home the step reads,

@@ -31,7 +31,7 @@ import common
 import numpy as np
 import torch
 from backend import GPT_27M
-from common import GIB, sizes
+from common import sizes
 from kernels_work import Work, gpt, gpts, models
 from torch import Tensor, nn
 
@@ -218,7 +218,7 @@ def tight_budget(work: Work, disk: str, kernels: str) -> int:
     """Bytes: the least, and a quarter of what is missing from there to all in memory."""
     batch = next(work.batches())
     least = elixir_fx.smallest_memory(work.build(), batch, disk=disk, kernels=kernels)
-    whole = elixir_fx.plan(work.build(), batch, memory=64 * GIB, kernels=kernels)
+    whole = elixir_fx.plan(work.build(), batch, kernels=kernels)
     return least + (whole.forecast.peak_device_bytes - least) // 4
 
 
@@ -295,7 +295,7 @@ def arguments() -> argparse.Namespace:
 
 def compare_all(works: Mapping[str, Work], args: argparse.Namespace) -> dict[str, Any]:
     found = {}
-    options = {"memory": 64 * GIB, "kernels": args.kernels}
+    options = {"kernels": args.kernels}
     for case in [case for case in works if args.case in case]:
         found[case] = compare(works[case], args.rounds, args.warmup, **options)
         ratio = found[case]["ours_compile"]
