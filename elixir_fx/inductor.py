@@ -22,11 +22,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError
 from torch._inductor.utils import BoxedBool
 
-from elixir_fx.capture import EAGER
 from elixir_fx.errors import CaptureError
-from elixir_fx.joint import Tracing, order_phases, rejoin
+from elixir_fx.joint import EAGER, Tracing, order_phases, rejoin
 from elixir_fx.kernels import Boxed, Compiled, CompileRun
 from elixir_fx.step import FUSES, is_item, source_line, viewed_input
+from elixir_fx.step_cache import not_caching
 
 _aten: Any = torch.ops.aten
 # Operators that are calls of a library even where Inductor could generate a loop.
@@ -99,7 +99,7 @@ def compile_run(
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     lines = dict.fromkeys(source_line(node) for node in module.graph.nodes)
     try:
-        with tracing(TracingContext(detect_fake_mode(fakes))):
+        with tracing(TracingContext(detect_fake_mode(fakes))), not_caching():
             function = compile_fx.compile_fx_inner(
                 module,
                 list(fakes),

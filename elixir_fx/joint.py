@@ -5,12 +5,14 @@ placeholders stand in front, and the forward stands before the backward.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
+from elixir_fx.dynamo import as_in_eager
 from elixir_fx.errors import CaptureError
 from elixir_fx.step import mark
 
@@ -108,3 +110,32 @@ def _results(half: fx.GraphModule, known: Mapping[str, fx.Node]) -> list[fx.Node
     (results,) = half.graph.output_node().args
     assert isinstance(results, (list, tuple))
     return [known[node.name] if isinstance(node, fx.Node) else None for node in results]
+
+
+def _join_eager(joint: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> fx.GraphModule:
+    order_phases(joint, trains=True)
+    _fill_in_place(joint)
+    return joint
+
+
+def _alone_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    order_phases(module, trains=False)
+    _fill_in_place(module)
+    return module
+
+
+def _fill_in_place(module: fx.GraphModule) -> None:
+    """Dropout's mask again as eager draws it: into memory that lies as the input does. Tracing
+    makes `empty_like(x).bernoulli_(p)` a bernoulli that returns contiguous memory, and numbers
+    are drawn in the order of memory."""
+    aten = torch.ops.aten
+    for node in module.graph.nodes:
+        if node.target is not aten.bernoulli.p or not isinstance(node.args[0], fx.Node):
+            continue
+        memory = node.args[0]
+        if memory.target is aten.empty_like.default and len(memory.users) == 1:
+            node.target = aten.bernoulli_.float
+            node.meta["val"] = memory.meta["val"]
+
+
+EAGER = Tracing(prepare=as_in_eager, join=_join_eager, alone=_alone_eager, context=nullcontext)

@@ -138,6 +138,19 @@ class Lowering:
             )
         remember(self.captured, step.key, Admitted(facts=facts, formulas=formulas), KEPT)
 
+    def adopt(self, key: str, facts: Facts, plan: Plan) -> None:
+        """Take a step that was planned before, under these options and on this machine, with its
+        own schedule in `plan`. LayoutError if it does not fit now."""
+        layout = plan.layout
+        if layout.host_bytes > self.limits.host or layout.disk_bytes > self.limits.disk:
+            raise LayoutError("the tiers have less room than when this step was planned")
+        self.schedule(facts, plan)
+        if self.plan is None:
+            self.plan = replace(plan, limits=self.limits)
+        else:
+            self.plan = self.plan.with_schedule(plan.schedules[0])
+        remember(self.captured, key, Admitted(facts=facts), KEPT)
+
     def admit(self, key: str, values: Values) -> Admitted:
         """Check that a captured graph fits with its dynamic dimensions at `values`, before
         anything of it runs. LayoutError if it does not."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from elixir_fx.capture import Captured, Lowered, compile_graph
+from elixir_fx.compilation import Captured, Lowered, compile_graph
 from elixir_fx.config import Options
 from elixir_fx.dynamo import guard_identity, sees_module_hooks
 from elixir_fx.lowering import Admitted

@@ -7,6 +7,7 @@ backend; they differ in when the engine is made and in where parameters live.
 """
 
 import gc
+import hashlib
 import sys
 import tempfile
 import threading
@@ -14,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -24,7 +26,6 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import Node
 
 from elixir_fx import ops
-from elixir_fx.capture import EAGER, Captured, Lowered
 from elixir_fx.codegen import (
     Executable,
     Halves,
@@ -33,13 +34,15 @@ from elixir_fx.codegen import (
     keeps_graph,
     tangents_of_outputs,
 )
+from elixir_fx.compilation import Captured, Lowered
 from elixir_fx.config import Options, limits
 from elixir_fx.errors import ElixirError, PlanError
-from elixir_fx.facts import OptimizerFacts
-from elixir_fx.joint import Tracing
+from elixir_fx.facts import Facts, OptimizerFacts
+from elixir_fx.joint import EAGER, Tracing
 from elixir_fx.kernels import Boxed, Kernels
 from elixir_fx.lowering import Admitted, Lowering, compute_device
 from elixir_fx.machine import Machine
+from elixir_fx.pipeline import PIPELINE
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
 from elixir_fx.runtime.accumulation import pass_number
@@ -58,6 +61,22 @@ from elixir_fx.step import Record, StepGraph, stay_of
 from elixir_fx.team import Team
 
 VIEWS_ABOVE = 3  # nodes that may stand between a result and the captured graph's node
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownStep:
+    """What a session knows of a captured step beside its halves: plain data, which can be stored.
+
+    `paths` are those of its inputs, `reach` the tangents that each result of the backward
+    follows from, `plan` the layout with the schedule of this step.
+    """
+
+    key: str
+    facts: Facts
+    plan: Plan
+    paths: tuple[str, ...]
+    reach: tuple[frozenset[int], ...]
+    history: tuple[Record, ...]
 
 
 class Pending:
@@ -138,27 +157,70 @@ class Session:
         """Annotate, plan, rewrite and split a step; what runs it through the engine."""
         halves = self.lowering(step)
         self.machine = self.lowering.machine
-        if step.trains:
+        plan = self.plan
+        assert plan is not None
+        schedules = tuple(entry for entry in plan.schedules if entry.key == step.key)
+        known = KnownStep(
+            key=step.key,
+            facts=self.lowering.captured[step.key].facts,
+            plan=replace(plan, schedules=schedules),
+            paths=tuple(item.path for item in step.inputs),
+            reach=tangents_of_outputs(step) if step.trains else (),
+            history=tuple(step.history),
+        )
+        # Not one whose plan follows from the memory that was free.
+        stored = self.options.memory is not None or plan.layout.keeps_all
+        return self._lowered(known, halves, known if stored else None)
+
+    def restore(self, known: KnownStep, halves: Halves) -> Lowered:
+        """A stored step in the place of one that is captured. LayoutError if it does not fit."""
+        self.lowering.adopt(known.key, known.facts, known.plan)
+        return self._lowered(known, halves, None)
+
+    def _lowered(self, known: KnownStep, halves: Halves, stored: KnownStep | None) -> Lowered:
+        """The halves as they are run, compiled if need be: while tracing, since what a compiler
+        asks of dynamic dimensions becomes a guard."""
+        forward, backward = halves.forward, halves.backward
+        trains = backward is not None
+        if trains:
             self.shown = halves
-        self.history = step.history
-        run = _Run(session=self, step=step)
-        forward = run.half(self.generated(halves.forward, step, backward=False), backward=False)
-        backward = None
-        if halves.backward is not None:
-            generated = self.generated(halves.backward, step, backward=True)
-            backward = run.half(generated, backward=True)
-        return Lowered(halves=halves, forward=forward, backward=backward)
+        self.history = list(known.history)
+        if self.kernels is not None and self.will_run:
+            self.progress("compiling kernels")
+            seconds = {cost.node: cost.seconds for cost in known.facts.costs}
+            forward = self.kernels.compiled(forward, seconds, backward=False, trains=trains)
+            if backward is not None:
+                backward = self.kernels.compiled(backward, seconds, backward=True, trains=True)
+        run = _Run(self, known)
+        return Lowered(
+            halves=halves,
+            forward=run.half(forward, backward=False),
+            backward=run.half(backward, backward=True) if backward is not None else None,
+            known=stored,
+        )
 
-    def generated(self, half: fx.GraphModule, step: StepGraph, *, backward: bool) -> fx.GraphModule:
-        """The half as code is generated from it: where kernels are compiled, with calls of runs.
+    def cache_key(self, names: str) -> str | None:
+        """What a step follows from beside its graph: this package, the options, the machine but
+        for what is free on it, and the layout that is there. None where no step is stored: for
+        several ranks, and for passes or compilers of the user's."""
+        options = self.options
+        ordinary = options.kernels == "inductor" and options.passes is PIPELINE
+        if not (ordinary and self.will_run and self.team is None and options.dump is None):
+            return None
+        from elixir_fx.step_cache import code_digest
 
-        While tracing, since what a compiler asks of dynamic dimensions becomes a guard.
-        """
-        if self.kernels is None or not self.will_run:
-            return half
-        self.progress("compiling kernels")
-        seconds = {cost.node: cost.seconds for cost in step.costs}
-        return self.kernels.compiled(half, seconds, backward=backward, trains=step.trains)
+        parts = (
+            code_digest(),
+            names,
+            repr([options.memory, options.host_memory, options.disk_memory, bool(options.disk)]),
+            repr([sorted(options.keep.items()), list(options.ignore)]),
+            options.plan.to_json() if options.plan is not None else "",
+            replace(self.machine, memory={}, operators={}).to_json(),
+            repr(self.lowering.optimizer),
+            repr(self.plan.layout) if self.plan is not None else "",
+            repr(sorted(self.lowering.sparse)),
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         """ElixirError if a parameter is another object than the one whose home the step reads,
@@ -260,7 +322,8 @@ class Session:
     def fit_heap(self, engine: Engine) -> None:
         """Have the C library keep freed memory, or give it back, as the engine's layout needs."""
         if self.machine.unified:
-            gc.collect()  # capturing leaves cycles behind
+            if not engine.layout.keeps_all:
+                gc.collect()  # capturing leaves cycles behind
             free = engine.layout.keeps_all or self.options.memory is None
             relax_heap() if engine.layout.all_home and free else bound_heap()
 
@@ -431,12 +494,10 @@ def _half_of(module: fx.GraphModule, backward: bool) -> Half:
 class _Run:
     """The two halves of one captured step as they are run."""
 
-    def __init__(self, session: Session, step: StepGraph) -> None:
+    def __init__(self, session: Session, known: KnownStep) -> None:
         self._session = weakref.ref(session)
-        self._reach = tangents_of_outputs(step) if step.trains else ()
-        self._paths = [item.path for item in step.inputs]
+        self._reach, self._paths, self._key = known.reach, known.paths, known.key
         self._several = len({tangent for reach in self._reach for tangent in reach}) > 1
-        self._key = step.key
 
     def half(self, module: fx.GraphModule, *, backward: bool) -> Boxed:
         """The half as AOTAutograd calls it; its code is generated at its first run."""

@@ -13,9 +13,9 @@ import torch
 from graphs import Example
 from torch import Tensor, fx, nn
 
-from elixir_fx.capture import EAGER, Capture, pretend_on
+from elixir_fx.capture import Capture, pretend_on
 from elixir_fx.errors import ElixirError
-from elixir_fx.joint import Tracing
+from elixir_fx.joint import EAGER, Tracing
 from elixir_fx.machine import Tier
 from elixir_fx.pipeline import PIPELINE, annotate
 from elixir_fx.plan import Limits, Plan
@@ -48,6 +48,9 @@ class _Owner:
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_buffers(remove_duplicate=False)
+
+    def cache_key(self, names: str) -> None:
+        return None
 
     def lower(self, step: StepGraph) -> NoReturn:
         self.found.append(step)

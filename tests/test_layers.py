@@ -27,7 +27,16 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"passes": ("passes",), "verify": ("verify", "verify_memory"), "recycling": ("recycling",)},
     {
         "pipeline": ("pipeline",),
-        "split": ("capture", "codegen", "dynamo", "inductor", "joint", "kernels"),
+        "split": (
+            "capture",
+            "codegen",
+            "compilation",
+            "dynamo",
+            "inductor",
+            "joint",
+            "kernels",
+            "step_cache",
+        ),
     },
     {"options": ("config",)},
     {"lowering": ("lowering",)},
@@ -51,6 +60,8 @@ CLOSED = {
 # Files that may use underscored names of torch; each says on which versions it was tried.
 UNDERSCORES = {
     "capture.py",
+    "compilation.py",
+    "step_cache.py",
     "dynamo.py",
     "codegen.py",
     "inductor.py",
