@@ -60,7 +60,10 @@ def compile(
         machine: a Machine or the path of one; elixir_fx.testing.emulated(...) plays one.
         passes: a pipeline, such as PIPELINE.after("prefetch", mine).
         dump: a folder that gets every stage of the graph as readable Python.
-        kernels: "eager": PyTorch's own kernels, equal to plain PyTorch bit for bit.
+        kernels: "inductor" compiles the operations between our nodes, equal runs of them once;
+            "eager" runs PyTorch's own kernels, equal to plain PyTorch bit for bit; a function of
+            a GraphModule of pure operations and its fake inputs, which returns a function of
+            these inputs that gives a tuple, compiles them your way.
 
     Raises CaptureError (the model is not one graph), PlanError (no plan fits: it says the
     smallest memory that would do), TierError (disk or memory cannot be had), ElixirError

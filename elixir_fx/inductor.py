@@ -21,6 +21,7 @@ from torch._inductor import compile_fx, lowering
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import InductorError
 from torch._inductor.utils import BoxedBool
+from torch._inductor.virtualized import V
 
 from elixir_fx.errors import CaptureError
 from elixir_fx.joint import EAGER, Tracing, order_phases, rejoin
@@ -47,7 +48,8 @@ def _join(
     """The joint graph with Inductor's joint passes done, and what the backward takes from the
     forward chosen as torch.compile chooses it."""
     others["num_fwd_outputs"] = num_fwd_outputs
-    forward, backward = compile_fx.partition_fn(joint, inputs, **others)
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        forward, backward = compile_fx.partition_fn(joint, inputs, **others)
     joined = rejoin(joint, forward, backward, num_fwd_outputs)
     _mark_fusible(joined)
     return joined
@@ -55,7 +57,8 @@ def _join(
 
 def _alone(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     device = next((given.device for given in inputs if isinstance(given, Tensor)), None)
-    module = compile_fx._recursive_joint_graph_passes(module, input_device=device)
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        module = compile_fx._recursive_joint_graph_passes(module, input_device=device)
     order_phases(module, trains=False)
     _mark_fusible(module)
     return module
@@ -63,12 +66,11 @@ def _alone(module: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
 
 def _mark_fusible(module: fx.GraphModule) -> None:
     """Mark the nodes whose loops Inductor may fuse with their neighbours'."""
+    known = {*lowering.lowerings, *select_decomp_table()} - {*lowering.fallbacks, *LIBRARY_CALLS}
     for node in module.graph.nodes:
         node.meta[FUSES] = (
             node.op == "call_function"
-            and node.target in lowering.lowerings
-            and node.target not in lowering.fallbacks
-            and node.target not in LIBRARY_CALLS
+            and node.target in known
             and not is_item(node)
             and viewed_input(node) is None
             and isinstance(node.meta.get("val"), (Tensor, list, tuple))

@@ -16,6 +16,8 @@ from elixir_fx.dynamo import as_in_eager
 from elixir_fx.errors import CaptureError
 from elixir_fx.step import mark
 
+RANDOM_STATE = "rng_state_output"  # begins placeholders of the backward that bring one
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tracing:
@@ -72,29 +74,45 @@ def rejoin(
     again stands there once more, what it takes from the forward is read there. `outputs` of the
     forward's are the user's."""
     graph = fx.Graph()
-    known: dict[str, fx.Node] = {}  # forward nodes, by their name
-    tangents = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    known: dict[str, fx.Node] = {}  # nodes of the forward, by their name there
+    taken: dict[str, fx.Node] = {}  # and of the backward
     for node in forward.graph.nodes:
         if node.op == "placeholder":
             known[node.name] = mark(graph.node_copy(node), backward=False)
-    for name, node in tangents.items():
+    placeholders = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
         if is_tangent(node):
-            tangents[name] = mark(graph.node_copy(node), backward=True)
+            taken[node.name] = mark(graph.node_copy(node), backward=True)
     _append(graph, forward, known, backward=False)
-    of_backward = {}
-    for name, node in tangents.items():
-        if not is_tangent(node) and name not in known:
-            raise CaptureError(f"the backward takes {name!r}, which the forward does not make")
-        of_backward[name] = node if is_tangent(node) else known[name]
-    _append(graph, backward, of_backward, backward=True)
-    results = [
-        *_results(forward, known)[:outputs],
-        *_results(backward, of_backward),
-    ]
-    output = graph.output(tuple(results))
+    results = _results(forward, known)
+    taken.update(_handed_over(forward, placeholders, results[outputs:], known))
+    _append(graph, backward, taken, backward=True)
+    output = graph.output((*results[:outputs], *_results(backward, taken)))
     output.meta = dict(joint.graph.output_node().meta)
     mark(output, backward=True)
     return fx.GraphModule(joint, graph)
+
+
+def _handed_over(
+    forward: fx.GraphModule,
+    placeholders: Sequence[fx.Node],
+    saved: Sequence[fx.Node | None],
+    known: Mapping[str, fx.Node],
+) -> dict[str, fx.Node]:
+    """What the backward takes from the forward, by its placeholder's name: the node of that name,
+    or (states of random numbers) what is saved in that place."""
+    names = {known[node.name]: node.name for node in forward.graph.nodes if node.name in known}
+    wanted = [node.name for node in placeholders if not is_tangent(node)]
+    others = iter([node for node in saved if node is not None and names[node] not in wanted])
+    found = {}
+    for name in wanted:
+        node = known.get(name)
+        if node is None and name.startswith(RANDOM_STATE):
+            node = next(others, None)
+        if node is None:
+            raise CaptureError(f"the backward takes {name!r}, which the forward does not make")
+        found[name] = node
+    return found
 
 
 def _append(

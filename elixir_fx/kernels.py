@@ -63,27 +63,31 @@ class Kernels:
     def __init__(self, compile_run: CompileRun) -> None:
         self._compile_run = compile_run
         self._known: dict[Hashable, Compiled] = {}
-
-    @property
-    def count(self) -> int:
-        """How many kinds of runs were compiled."""
-        return len(self._known)
+        self.count = 0  # kinds of runs that were compiled
 
     def compiled(
         self, half: fx.GraphModule, seconds: Mapping[str, float], *, backward: bool, trains: bool
     ) -> fx.GraphModule:
         """The half with calls of `Compiled` runs in the place of their operations, which take so
         many `seconds` by their names."""
-        return _Cutting(half, seconds, lambda run: self._kind(run, backward, trains)).module()
+        own: dict[Hashable, Compiled] = {}  # kinds with dynamic dimensions, which are this graph's
 
-    def _kind(self, run: "Run", backward: bool, trains: bool) -> Compiled:
+        def kind_of(run: Run) -> Compiled:
+            return self._kind(run, backward, trains, own if run.is_symbolic else self._known)
+
+        return _Cutting(half, seconds, kind_of).module()
+
+    def _kind(
+        self, run: "Run", backward: bool, trains: bool, known: dict[Hashable, Compiled]
+    ) -> Compiled:
         key = (backward, trains, run.key())
-        if key not in self._known:
+        if key not in known:
             module, fakes = run.module()
-            if len(self._known) >= KINDS:
-                self._known.clear()
-            self._known[key] = self._compile_run(module, fakes, backward, trains)
-        return self._known[key]
+            if len(known) >= KINDS:
+                known.clear()
+            known[key] = self._compile_run(module, fakes, backward, trains)
+            self.count += 1
+        return known[key]
 
 
 def packed(*values: object) -> list[object]:
@@ -183,6 +187,7 @@ class Run:
             if source not in inside and not _is_body(source, half)
         )
         symbols = {s for node in (*read, *members) for s in _symbols(value(node))}
+        self.is_symbolic = bool(symbols)
         for symbol in sorted(symbols, key=str):
             if symbol in sizes:
                 read[sizes[symbol]] = None
@@ -268,9 +273,8 @@ def cut(
     cuts = set(ends)
     for repeat in repeats(_tokens(nodes)):
         layer = repeat.start + repeat.period  # the second: the first may be read otherwise
-        places = {
-            (end - repeat.start) % repeat.period for end in ends if repeat.start <= end < repeat.end
-        }
+        inside = [end - repeat.start for end in ends if repeat.start < end < repeat.end]
+        places = {end % repeat.period for end in inside}
         together = 1
         if not places:
             places = {min(range(repeat.period), key=lambda place: costs[layer + place])}
@@ -309,12 +313,11 @@ def _geometry(fake: object) -> Hashable:
     if isinstance(fake, Tensor):
         sizes = (*fake.shape, *fake.stride()) if fake.layout is torch.strided else (*fake.shape,)
         numbers = tuple(str(size) for size in sizes)
-        scope = id(fake.fake_mode) if any(_symbols(fake)) else 0  # type: ignore[attr-defined]
-        return (fake.dtype, str(fake.device), fake.is_conj(), numbers, scope)
+        return (fake.dtype, str(fake.device), fake.is_conj(), numbers)
     if isinstance(fake, (list, tuple)):
         return tuple(_geometry(one) for one in fake)
     if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (str(fake), id(fake.node.shape_env))
+        return str(fake)
     return repr(fake)
 
 

@@ -98,6 +98,12 @@ class Lowering:
                     f"the {tier}; elixir_fx.compile can put it elsewhere"
                 )
             fixed[path] = tier.value
+        for path in step.returned_parameters():
+            if fixed.setdefault(path, Tier.DEVICE.value) != Tier.DEVICE.value:
+                raise PlanError(
+                    f"keep={{{path!r}: {fixed[path]!r}}}: the forward returns a view of this "
+                    "parameter, which therefore stays on the device; return a clone of it"
+                )
         step.pinned = fixed
         self.sparse |= step.sparse_gradients()
         step.sparse = frozenset(self.sparse)

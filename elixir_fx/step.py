@@ -121,7 +121,9 @@ class StepGraph:
         graph = self.module.graph
         node: fx.Node = graph.create_node("call_function", target, args, name=name)  # type: ignore[arg-type]
         with self.faking():
-            node.meta["val"] = fake()
+            made = fake()
+            # As in the traced graph: no view of autograd's, which would hold its base.
+            node.meta["val"] = made.detach() if isinstance(made, Tensor) else made
         return node
 
     @property
@@ -183,6 +185,11 @@ class StepGraph:
         the gradient nor the optimizer's states of such a parameter are ever away."""
         fakes = {path: tensor(node) for path, node in self.gradients.items()}
         return {path for path, fake in fakes.items() if fake.layout is not torch.strided}
+
+    def returned_parameters(self) -> set[str]:
+        """Parameters of which the forward returns a view: their memory must stay."""
+        roots = {memory_root(node) for node in self.results()[0] if node and viewed_input(node)}
+        return {path for path, node in self.parameter_nodes.items() if node in roots}
 
     def results(self) -> tuple[Sequence[fx.Node | None], Sequence[fx.Node | None]]:
         """The outputs of the forward, and those of the backward."""

@@ -11,6 +11,7 @@ Uses underscored torch names; tried on torch 2.11 and 2.13.
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -75,10 +76,12 @@ class StepCode(OutputCode):
         found = entry()
         if found is None:
             raise BypassAOTAutogradCache("elixir_fx keeps no step of this kind")
-        self._stored = GraphPickler.dumps(
-            (found.halves.forward, found.halves.backward, found.known),
-            Options(ops_filter=None, node_metadata_key_filter=_is_kept),
-        )
+        content = (found.halves.forward, found.halves.backward, found.known)
+        options = Options(ops_filter=None, node_metadata_key_filter=_is_kept)
+        try:
+            self._stored = GraphPickler.dumps(content, options)
+        except (pickle.PicklingError, AttributeError, TypeError, NotImplementedError) as error:
+            raise BypassAOTAutogradCache(f"no part of a file: {error}") from error
 
     def post_compile(self, *_: Any) -> None:
         """Called on what was stored, once it is read."""

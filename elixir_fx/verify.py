@@ -358,6 +358,8 @@ def _gradients(step: StepGraph, plan: Plan) -> None:
         return
     answers: set[int] = set()
     for path, node in step.gradients.items():
+        if path in step.sparse:
+            continue  # autograd's own
         source = node.args[0] if is_item(node) else None
         if not isinstance(source, fx.Node) or source.target is not ops.REDUCE:
             raise VerifyError(

@@ -20,7 +20,6 @@ with tempfile.TemporaryDirectory(dir=".") as folder:
         example_inputs=(x,),
         memory="16MiB",
         disk=folder,
-        kernels="eager",
     )
     print(f"training state: {state_bytes / 2**20:.1f} MiB, memory: 16 MiB")
     for step in range(5):

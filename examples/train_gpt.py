@@ -143,6 +143,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--disk", default=".", help="folder on a fast disk; nothing stays there")
     parser.add_argument("--meta", action="store_true", help="never hold the whole model in memory")
     parser.add_argument("--plain", action="store_true", help="plain PyTorch, to compare with")
+    parser.add_argument(
+        "--kernels",
+        choices=["inductor", "eager"],
+        default="inductor",
+        help="compiled; or PyTorch's own: equal to --plain bit for bit",
+    )
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 
@@ -180,7 +186,7 @@ def main() -> None:
             example_inputs=example,
             memory=args.memory,
             disk=args.disk,
-            kernels="eager",  # PyTorch's own: equal to --plain bit for bit
+            kernels=args.kernels,
             init=init_weights if args.meta else None,
         )
         tell(plan_text(model.plan))

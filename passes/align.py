@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from torch import Tensor, fx
 
 from elixir_fx import ops
-from elixir_fx.passes.fusion import cut_bytes
+from elixir_fx.passes.fusion import cut_bytes, is_light, result_bytes
 from elixir_fx.plan import Plan
 from elixir_fx.step import (
     FUSES,
@@ -27,9 +27,7 @@ from elixir_fx.step import (
     is_backward,
     is_item,
     memory_root,
-    number,
     readers,
-    storage_bytes,
     value,
     viewed_input,
 )
@@ -37,15 +35,16 @@ from elixir_fx.step import (
 PASSED_BYTES = 32 * 1024  # cut bytes that are worth moving a node past one operation
 UNALIKE_BYTES = 512 * 1024  # and those that a cut costs which other layers may not have
 FARTHEST = 64  # operations that a node is moved past
-GROWTH_BYTES = 64 * 1024  # that may be allocated while a gradient waits for its reduce
 
 
 def align(step: StepGraph, plan: Plan) -> None:
     """Move our nodes of either phase."""
     if not step.compiled:
         return
+    assert step.schedule is not None
+    spare_bytes = plan.limits.device - step.schedule.forecast.peak_device_bytes
     for backward in (False, True):
-        _align(step, backward)
+        _align(step, backward, spare_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ class _Event:
     last: int
 
 
-def _align(step: StepGraph, backward: bool) -> None:
+def _align(step: StepGraph, backward: bool, spare_bytes: int) -> None:
     phase = [
         node
         for node in step.nodes
@@ -76,7 +75,10 @@ def _align(step: StepGraph, backward: bool) -> None:
     places = {group[0]: group for group in groups}
     for node in phase:
         if node in places:
-            events.append(_event(places[node], passed, position, operations))
+            waiting_bytes = _gradient_bytes(node)
+            waits = waiting_bytes <= spare_bytes  # while others allocate
+            spare_bytes -= waiting_bytes if waits else 0
+            events.append(_event(places[node], passed, position, operations, waits=waits))
         elif node in position:
             passed += 1
     behind = phase[-1].next
@@ -98,6 +100,8 @@ def _event(
     place: int,
     position: dict[fx.Node, int],
     operations: Sequence[fx.Node],
+    *,
+    waits: bool,
 ) -> _Event:
     node, end = group[0], len(position)
     first, last = 0, end
@@ -107,20 +111,21 @@ def _event(
     elif node.target is ops.RELEASE:
         first = place
     elif node.target is ops.REDUCE:
-        first, last = place, _until_growth(operations, place)
+        first, last = place, end if waits else _until_growth(operations, place)
     return _Event(group, place, max(first, place - FARTHEST), min(last, place + FARTHEST))
 
 
+def _gradient_bytes(node: fx.Node) -> int:
+    """Bytes that wait for a node of ours: the gradients of a reduce."""
+    if node.target is not ops.REDUCE:
+        return 0
+    return sum({memory_root(n): result_bytes(n) for n in node.all_input_nodes}.values())
+
+
 def _until_growth(operations: Sequence[fx.Node], place: int) -> int:
-    """How far a gradient may wait: until more memory is allocated than a little."""
-    grown = 0
+    """How far a gradient may wait without room for it: until something is allocated."""
     for index in range(place, len(operations)):
-        node = operations[index]
-        if memory_root(node) is node and isinstance(value(node), Tensor):
-            grown += number(storage_bytes(value(node)))  # type: ignore[arg-type]
-        elif not isinstance(value(node), Tensor) and viewed_input(node) is None:
-            return index
-        if grown > GROWTH_BYTES:
+        if not is_light(operations[index]):
             return index
     return len(operations)
 

@@ -3,7 +3,8 @@
 Analysis; after lifetime. Times come from the machine's table of measured operators, keyed by
 operator, shapes, strides and dtypes. An operator that nobody measured yet is listed in
 `step.missing` and costed by the roofline: the larger of FLOPs / peak and bytes / bandwidth
-(Williams et al., 2009).
+(Williams et al., 2009). One that a compiler fuses with its neighbours costs the bytes that it
+reads from memory and writes there; what stays in registers costs nothing.
 """
 
 import math
@@ -15,10 +16,13 @@ from torch.utils.flop_counter import flop_registry
 
 from elixir_fx.facts import Cost
 from elixir_fx.machine import Machine
+from elixir_fx.passes.fusion import in_registers, result_bytes
 from elixir_fx.step import (
+    FUSES,
     StepGraph,
     describe,
     expression,
+    is_backward,
     is_item,
     number,
     operator_name,
@@ -33,6 +37,7 @@ def compute_cost(step: StepGraph, machine: Machine) -> None:
     """Fill `step.costs`, `step.node_formulas` and `step.missing`."""
     costs, missing = [], {}
     formulas: dict[str, sympy.Expr] = {}
+    fused = _fused_bytes(step) if step.compiled else {}
     for node in step.nodes:
         if is_free(node):
             costs.append(Cost(node=node.name, seconds=0.0, flops=0, bytes=0, source="free"))
@@ -44,7 +49,9 @@ def compute_cost(step: StepGraph, machine: Machine) -> None:
         if formula is not None:
             formulas[node.name] = formula
         seconds = machine.operators.get(key)
-        if seconds is None:
+        if node in fused:
+            seconds, source = fused[node] / machine.stream_bytes_per_s, "roofline"
+        elif seconds is None:
             missing[key] = node
             peak = machine.flops(_dtype(node))
             roofline = max(flops / peak, moved / machine.stream_bytes_per_s)
@@ -55,6 +62,24 @@ def compute_cost(step: StepGraph, machine: Machine) -> None:
     step.costs = tuple(costs)
     step.missing = tuple(missing)
     step.node_formulas = formulas
+
+
+def _fused_bytes(step: StepGraph) -> dict[fx.Node, int]:
+    """What operations that a compiler fuses read from memory and write there, by node."""
+    found = {}
+    for backward in (False, True):
+        nodes = [
+            node
+            for node in step.nodes
+            if node.op == "call_function" and is_backward(node) == backward
+        ]
+        registers = in_registers(nodes)
+        for node in nodes:
+            if node.meta.get(FUSES):
+                read = sum(result_bytes(n) for n in node.all_input_nodes if n not in registers)
+                written = 0 if node in registers else result_bytes(node)
+                found[node] = read + written
+    return found
 
 
 def is_free(node: fx.Node) -> bool:

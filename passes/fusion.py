@@ -24,22 +24,12 @@ def cut_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     """By position, and behind the last: bytes that a cut before that node would have written
     for nothing but it. `nodes` are pure operations in their order."""
     position = {node: index for index, node in enumerate(nodes)}
-    level = _levels(nodes)
     change = [0] * (len(nodes) + 1)
-    for node in nodes:
-        if not node.meta.get(FUSES):
-            continue
-        readers = [reader for reader in _readers(node) if reader in position]
-        alone = len(readers) == 1
-        fused = [
-            position[reader]
-            for reader in readers
-            if reader.meta.get(FUSES) and (alone or level[reader] == level[node])
-        ]
+    for node, (fused, _) in _fused_readers(nodes).items():
         if fused:
-            nbytes = _result_bytes(node)
+            nbytes = result_bytes(node)
             change[position[node] + 1] += nbytes
-            change[max(fused) + 1] -= nbytes
+            change[max(position[reader] for reader in fused) + 1] -= nbytes
     costs, total = [], 0
     for step_change in change:
         total += step_change
@@ -47,7 +37,34 @@ def cut_bytes(nodes: Sequence[fx.Node]) -> list[int]:
     return costs
 
 
-def _result_bytes(node: fx.Node) -> int:
+def in_registers(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Those of pure operations whose result is never written: all that read it are fused
+    with it. An estimate: a compiler may write some of them."""
+    return {node for node, (fused, others) in _fused_readers(nodes).items() if fused and not others}
+
+
+def _fused_readers(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[list[fx.Node], list[fx.Node]]]:
+    """By node that may be fused: the readers of its result that are fused with it, and others."""
+    inside = set(nodes)
+    level = _levels(nodes)
+    found = {}
+    for node in nodes:
+        if node.meta.get(FUSES):
+            readers = _readers(node)
+            alone = len(readers) == 1
+            fused = [
+                reader
+                for reader in readers
+                if reader in inside
+                and reader.meta.get(FUSES)
+                and (alone or level[reader] == level[node])
+            ]
+            found[node] = fused, [reader for reader in readers if reader not in fused]
+    return found
+
+
+def result_bytes(node: fx.Node) -> int:
+    """Bytes of memory that a node's results take."""
     results = value(node)
     made = results if isinstance(results, (list, tuple)) else [results]
     return sum(number(storage_bytes(one)) for one in made if isinstance(one, Tensor))
@@ -58,7 +75,7 @@ def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     level: dict[fx.Node, int] = {}
     for node in nodes:
         before = [
-            level[source] + (not source.meta.get(FUSES) and not _is_light(source))
+            level[source] + (not source.meta.get(FUSES) and not is_light(source))
             for source in node.all_input_nodes
             if source in level
         ]
@@ -66,7 +83,7 @@ def _levels(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return level
 
 
-def _is_light(node: fx.Node) -> bool:
+def is_light(node: fx.Node) -> bool:
     """Whether a node does no work: a view, one of several results, a size."""
     sizes = not isinstance(value(node), (Tensor, list, tuple))
     return is_item(node) or viewed_input(node) is not None or sizes

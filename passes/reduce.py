@@ -41,7 +41,7 @@ def _reduce(step: StepGraph, chunk: Chunk) -> None:
     last = max(gradients, key=position.__getitem__)
     graph = step.module.graph
     fakes = [tensor(node) for node in gradients]
-    anchor = _after_operator(last)
+    anchor = _after_operator(step, last)
     with graph.inserting_after(anchor):
         node = step.call(
             f"reduce_{chunk.id}",
@@ -69,11 +69,13 @@ def _reduce(step: StepGraph, chunk: Chunk) -> None:
     _return_answers(step, answers)
 
 
-def _after_operator(node: fx.Node) -> fx.Node:
-    """Where to insert: placeholders (a tangent can be a gradient) must stay in front."""
-    while node.next.op == "placeholder":
-        node = node.next
-    return node
+def _after_operator(step: StepGraph, node: fx.Node) -> fx.Node:
+    """Where to insert: behind what completes a gradient; behind the whole forward where that is
+    a tangent."""
+    if node.op != "placeholder":
+        return node
+    nodes = step.nodes
+    return nodes[step.backward_position - 1]
 
 
 def _return_answers(step: StepGraph, answers: dict[str, fx.Node]) -> None:

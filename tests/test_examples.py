@@ -33,7 +33,8 @@ def test_graph_breaks_trains_in_several_regions(tmp_path: Path) -> None:
     assert float(re.search(r"disk_read_bytes ([\d.]+) MiB", text).group(1)) > 0
 
 
-SMALL = ["--layers=2", "--width=256", "--seq=32", "--batch=2", "--steps=4"]  # state: 26 MiB
+# State: 26 MiB.
+SMALL = ["--layers=2", "--width=256", "--seq=32", "--batch=2", "--steps=4", "--kernels=eager"]
 
 
 def test_train_gpt_from_meta_under_a_budget(tmp_path: Path) -> None:

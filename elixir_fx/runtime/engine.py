@@ -272,10 +272,12 @@ class Engine:
         return self.layout.arena_bytes + self.buffer_bytes + ordinary + self.state_bytes()
 
     def gradient_bytes(self) -> int:
-        """Device bytes of the gradients that are ordinary tensors now."""
+        """Device bytes of the gradients that are ordinary dense tensors now."""
         gradients = [parameter.grad for parameter in self.parameters]
         return sum(
-            g.nbytes for g in gradients if g is not None and not isinstance(g, ChunkGradient)
+            g.nbytes
+            for g in gradients
+            if g is not None and g.layout is torch.strided and not isinstance(g, ChunkGradient)
         )
 
     def check_owned(self, paths: Sequence[str], tensors: Sequence[Tensor]) -> None:

@@ -171,3 +171,35 @@ def test_an_output_that_is_a_view_follows_the_input() -> None:
     part, _ = net(x)
     part.zero_()
     assert torch.equal(x[0], torch.zeros(32))
+
+
+class Returns(nn.Module):
+    """Returns what `make` makes of its parameters, beside an output."""
+
+    def __init__(self, make: Callable[["Returns"], Tensor]) -> None:
+        super().__init__()
+        self.make = make
+        self.layers = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+        self.square = nn.Parameter(torch.randn(32, 32))
+        self.row = nn.Parameter(torch.randn(32))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.make(self)
+
+
+OF_PARAMETERS: dict[str, Callable[[Returns], Tensor]] = {
+    "transposed": lambda model: model.square.t(),
+    "part": lambda model: model.square[1:3],
+    "sum": lambda model: model.row + 0,
+    "clone": lambda model: model.row.clone(),
+}
+
+
+@pytest.mark.parametrize("made", OF_PARAMETERS)
+def test_an_output_made_of_a_parameter_alone(made: str, tmp_path: Path) -> None:
+    """Views keep their parameter on the device; a copy's gradient is a tangent."""
+    way = Way("compile", "tight")
+    pair = pair_of(way, lambda: Returns(OF_PARAMETERS[made]), [(X,)], tmp_path, room=0.3)
+    for _ in range(2):
+        pair.train()
+    pair.check()
