@@ -246,7 +246,8 @@ class _Compilation:
     def named(self) -> str:
         """What the inputs, and the parameters beside them, are called."""
         plain = Name(role=Role.INPUT, path="", aliases=())
-        return repr([self.names.get(id(given), plain) for given in self.inputs] + [*self.idle()])
+        inputs = [self.names.get(id(given), plain) for given in self.inputs]
+        return repr([*inputs, *self.idle(), self.buffer_bytes])
 
     @contextmanager
     def caching(self, key: str | None) -> Iterator[None]:
@@ -384,8 +385,11 @@ class _Compilation:
         """The function that Dynamo's code calls once the guards hold."""
         owner, captured = self.owner, self.captured
         assert captured is not None, "AOTAutograd has called one of the compilers"
-        # Neither the joint graph nor the model's tensors are needed any more.
+        # Neither the graphs nor the model's tensors are needed any more. With a store the backward
+        # is compiled by now; else AOTAutograd asks for it later.
         self.step, self.inputs, self.parameters = None, (), ()
+        if self.stores:
+            self.lowered = None
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]
         def run(*args: Any) -> Any:

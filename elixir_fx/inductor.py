@@ -27,7 +27,7 @@ from elixir_fx.errors import CaptureError
 from elixir_fx.joint import EAGER, Tracing, order_phases, rejoin
 from elixir_fx.kernels import Boxed, Compiled, CompileRun
 from elixir_fx.step import FUSES, is_item, source_line, viewed_input
-from elixir_fx.step_cache import not_caching
+from elixir_fx.step_cache import cached_by_inductor
 
 _aten: Any = torch.ops.aten
 # Operators that are calls of a library even where Inductor could generate a loop.
@@ -48,7 +48,8 @@ def _join(
     """The joint graph with Inductor's joint passes done, and what the backward takes from the
     forward chosen as torch.compile chooses it."""
     others["num_fwd_outputs"] = num_fwd_outputs
-    with V.set_fake_mode(detect_fake_mode(inputs)):
+    settings = torch._functorch.config.patch(graphsafe_rng_functionalization=False)
+    with V.set_fake_mode(detect_fake_mode(inputs)), settings:
         forward, backward = compile_fx.partition_fn(joint, inputs, **others)
     joined = rejoin(joint, forward, backward, num_fwd_outputs)
     _mark_fusible(joined)
@@ -101,7 +102,12 @@ def compile_run(
     output.meta["user_visible_output_idxs"] = list(range(len(results)))
     lines = dict.fromkeys(source_line(node) for node in module.graph.nodes)
     try:
-        with tracing(TracingContext(detect_fake_mode(fakes))), not_caching():
+        with (
+            tracing(TracingContext(detect_fake_mode(fakes))),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+            cached_by_inductor(),
+        ):
             function = compile_fx.compile_fx_inner(
                 module,
                 list(fakes),

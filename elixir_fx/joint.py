@@ -1,6 +1,6 @@
 """The joint graph as AOTAutograd hands it over, and in what way it was traced.
 
-Beside `capture`. What stands behind can count on it that every node has its phase,
+Beside `compilation`. What stands behind can count on it that every node has its phase,
 placeholders stand in front, and the forward stands before the backward.
 """
 
@@ -127,7 +127,7 @@ def _append(
 def _results(half: fx.GraphModule, known: Mapping[str, fx.Node]) -> list[fx.Node | None]:
     (results,) = half.graph.output_node().args
     assert isinstance(results, (list, tuple))
-    return [known[node.name] if isinstance(node, fx.Node) else None for node in results]
+    return [known[node.name] if isinstance(node, fx.Node) else node for node in results]  # type: ignore[misc]
 
 
 def _join_eager(joint: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> fx.GraphModule:

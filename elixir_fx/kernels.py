@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from elixir_fx import ops
+from elixir_fx.passes.derived import SIZES
 from elixir_fx.passes.fusion import cut_bytes, repeats
 from elixir_fx.step import (
     FUSES,
@@ -80,7 +81,7 @@ class Kernels:
     def _kind(
         self, run: "Run", backward: bool, trains: bool, known: dict[Hashable, Compiled]
     ) -> Compiled:
-        key = (backward, trains, run.key())
+        key = (backward, trains, _settings(), run.key())
         if key not in known:
             module, fakes = run.module()
             if len(known) >= KINDS:
@@ -88,6 +89,17 @@ class Kernels:
             known[key] = self._compile_run(module, fakes, backward, trains)
             self.count += 1
         return known[key]
+
+
+def _settings() -> Hashable:
+    """What of PyTorch's state generated code follows from."""
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+    )
 
 
 def packed(*values: object) -> list[object]:
@@ -204,6 +216,10 @@ class Run:
         """What equal runs have in common: operators, constants, geometry and what is read."""
         numbers = {node: index for index, node in enumerate((*self.inputs, *self._members))}
         lines: list[Hashable] = [_geometry(value(node)) for node in self.inputs]
+        if any(node.target is torch.ops.aten.as_strided.default for node in self._members):
+            # Its offset counts from where the storage begins.
+            fakes = (value(node) for node in self.inputs)
+            lines.append(tuple(str(f.storage_offset()) for f in fakes if isinstance(f, Tensor)))
         for node in self._members:
             if any(source not in numbers for source in node.all_input_nodes):
                 return object()  # it has a body of its own
@@ -316,7 +332,7 @@ def _geometry(fake: object) -> Hashable:
         return (fake.dtype, str(fake.device), fake.is_conj(), numbers)
     if isinstance(fake, (list, tuple)):
         return tuple(_geometry(one) for one in fake)
-    if isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(fake, SIZES):
         return str(fake)
     return repr(fake)
 
@@ -333,7 +349,8 @@ def _symbols(fake: object) -> Iterator[sympy.Symbol]:
         for one in fake:
             yield from _symbols(one)
     else:
-        formula = expression(fake)
+        known = isinstance(fake, SIZES)
+        formula = fake.node.expr if known else None  # type: ignore[attr-defined]
         if formula is not None:
             yield from formula.free_symbols
 
@@ -358,9 +375,9 @@ def _stays_outside(node: fx.Node, outside: set[fx.Node]) -> bool:
         return True
     if any(source not in outside for source in node.all_input_nodes):
         return False
-    if isinstance(value(node), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    if isinstance(value(node), SIZES):
         return True
-    if is_item(node) and node.all_input_nodes[0].target in ops.ALL:
+    if is_item(node):  # of something that is outside
         return True
     of_chunk = node.target in CHUNK_VIEWS and memory_root(node).target is ops.GATHER
     return of_chunk or operator_name(node) in SEEDS
@@ -382,8 +399,7 @@ def _is_foreign(fake: object) -> bool:
         return fake.layout is not torch.strided or fake.is_quantized
     if isinstance(fake, (list, tuple)):
         return any(_is_foreign(one) for one in fake)
-    known = (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool, type(None))
-    return not isinstance(fake, known)
+    return not isinstance(fake, (int, float, bool, *SIZES, type(None)))
 
 
 def _is_body(node: fx.Node, half: fx.GraphModule) -> bool:

@@ -144,7 +144,7 @@ class Lowering:
             )
         remember(self.captured, step.key, Admitted(facts=facts, formulas=formulas), KEPT)
 
-    def adopt(self, key: str, facts: Facts, plan: Plan) -> None:
+    def adopt(self, key: str, facts: Facts, plan: Plan, sparse: frozenset[str]) -> None:
         """Take a step that was planned before, under these options and on this machine, with its
         own schedule in `plan`. LayoutError if it does not fit now."""
         layout = plan.layout
@@ -154,7 +154,8 @@ class Lowering:
         if self.plan is None:
             self.plan = replace(plan, limits=self.limits)
         else:
-            self.plan = self.plan.with_schedule(plan.schedules[0])
+            self.plan = replace(self.plan, layout=layout).with_schedule(plan.schedules[0])
+        self.sparse |= sparse
         remember(self.captured, key, Admitted(facts=facts), KEPT)
 
     def admit(self, key: str, values: Values) -> Admitted:

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from elixir_fx.codegen import Halves
 from elixir_fx.compilation import Captured, Lowered, compile_graph
 from elixir_fx.config import Options
 from elixir_fx.dynamo import guard_identity, sees_module_hooks
 from elixir_fx.lowering import Admitted
 from elixir_fx.machine import Tier
 from elixir_fx.planner import arrivals
-from elixir_fx.session import Session, weakly
-from elixir_fx.step import StepGraph
+from elixir_fx.session import KnownStep, Session, weakly
 
 _ATTRIBUTE = "elixir_fx_session"  # of a parameter
 
@@ -87,11 +87,10 @@ class RegionSession(Session):
 
     # -- the owner of captured graphs --------------------------------------------------------
 
-    def lower(self, step: StepGraph) -> Lowered:
-        lowered = super().lower(step)
-        self.forwards.append(lowered.halves.forward)
+    def lowered(self, known: KnownStep, halves: Halves, stored: KnownStep | None) -> Lowered:
+        self.forwards.append(halves.forward)
         self._settled = False  # a region more, such as another shape, counts from now on
-        return lowered
+        return super().lowered(known, halves, stored)
 
     def enter(self, captured: Captured, inputs: Sequence[Any]) -> None:
         with self._lock:

@@ -68,7 +68,8 @@ class KnownStep:
     """What a session knows of a captured step beside its halves: plain data, which can be stored.
 
     `paths` are those of its inputs, `reach` the tangents that each result of the backward
-    follows from, `plan` the layout with the schedule of this step.
+    follows from, `plan` the layout with the schedule of this step, `sparse` the parameters whose
+    gradients are known to be sparse.
     """
 
     key: str
@@ -76,6 +77,7 @@ class KnownStep:
     plan: Plan
     paths: tuple[str, ...]
     reach: tuple[frozenset[int], ...]
+    sparse: frozenset[str]
     history: tuple[Record, ...]
 
 
@@ -166,18 +168,19 @@ class Session:
             plan=replace(plan, schedules=schedules),
             paths=tuple(item.path for item in step.inputs),
             reach=tangents_of_outputs(step) if step.trains else (),
+            sparse=step.sparse,
             history=tuple(step.history),
         )
         # Not one whose plan follows from the memory that was free.
         stored = self.options.memory is not None or plan.layout.keeps_all
-        return self._lowered(known, halves, known if stored else None)
+        return self.lowered(known, halves, known if stored else None)
 
     def restore(self, known: KnownStep, halves: Halves) -> Lowered:
         """A stored step in the place of one that is captured. LayoutError if it does not fit."""
-        self.lowering.adopt(known.key, known.facts, known.plan)
-        return self._lowered(known, halves, None)
+        self.lowering.adopt(known.key, known.facts, known.plan, known.sparse)
+        return self.lowered(known, halves, None)
 
-    def _lowered(self, known: KnownStep, halves: Halves, stored: KnownStep | None) -> Lowered:
+    def lowered(self, known: KnownStep, halves: Halves, stored: KnownStep | None) -> Lowered:
         """The halves as they are run, compiled if need be: while tracing, since what a compiler
         asks of dynamic dimensions becomes a guard."""
         forward, backward = halves.forward, halves.backward
@@ -207,10 +210,13 @@ class Session:
         ordinary = options.kernels == "inductor" and options.passes is PIPELINE
         if not (ordinary and self.will_run and self.team is None and options.dump is None):
             return None
-        from elixir_fx.step_cache import code_digest
+        from elixir_fx.step_cache import code_digest, surroundings
 
         parts = (
             code_digest(),
+            surroundings(),
+            type(self).__name__,
+            repr(sorted(self.lowering.pinned.items())),
             names,
             repr([options.memory, options.host_memory, options.disk_memory, bool(options.disk)]),
             repr([sorted(options.keep.items()), list(options.ignore)]),

@@ -28,7 +28,6 @@ from torch.fx._graph_pickler import GraphPickler, Options
 
 from elixir_fx.codegen import Halves
 from elixir_fx.kernels import Boxed
-from elixir_fx.step import NOTE, PHASE, STAY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +101,25 @@ class StepCode(OutputCode):
         """There is none: runs are stored by Inductor itself."""
 
 
+def surroundings() -> str:
+    """What of PyTorch's state a trace follows from, beside what AOTAutograd's key has."""
+    devices = ("cpu", "cuda")
+    attention: Any = torch.backends.cuda
+    return repr(
+        (
+            [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
+            torch.get_default_dtype(),
+            torch.get_float32_matmul_precision(),
+            torch.get_num_threads(),
+            str(torch.get_default_device()),
+            attention.flash_sdp_enabled(),
+            attention.mem_efficient_sdp_enabled(),
+            attention.math_sdp_enabled(),
+            attention.cudnn_sdp_enabled(),
+        )
+    )
+
+
 def code_digest() -> str:
     """A digest of this package's source: another version stores steps of its own."""
     digest = hashlib.sha256()
@@ -111,8 +129,8 @@ def code_digest() -> str:
     return digest.hexdigest()
 
 
-# Of a node's notes, what the code of a half follows from, and what people see.
-_KEPT = frozenset({"val", NOTE, PHASE, STAY, "stack_trace"})
+# Of a node's notes, beside ours, what the code of a half follows from and what people see.
+_KEPT = frozenset({"val", "eager_input_vals", "unbacked_bindings", "stack_trace"})
 
 
 def _is_kept(key: str) -> bool:
@@ -141,7 +159,7 @@ def caching(key: str, compilation: Restorer) -> Iterator[None]:
 
 
 @contextmanager
-def not_caching() -> Iterator[None]:
+def cached_by_inductor() -> Iterator[None]:
     """Around the compilation of one run, which Inductor stores by itself, for every plan."""
     tag = _settings.cache_key_tag.split(MARK)[0]
     with (

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from elixir_fx.facts import Cost
 from elixir_fx.machine import Machine
-from elixir_fx.passes.fusion import in_registers, result_bytes
+from elixir_fx.passes.fusion import in_registers
 from elixir_fx.step import (
     FUSES,
     StepGraph,
@@ -24,6 +24,7 @@ from elixir_fx.step import (
     expression,
     is_backward,
     is_item,
+    memory_root,
     number,
     operator_name,
     value,
@@ -76,10 +77,23 @@ def _fused_bytes(step: StepGraph) -> dict[fx.Node, int]:
         registers = in_registers(nodes)
         for node in nodes:
             if node.meta.get(FUSES):
-                read = sum(result_bytes(n) for n in node.all_input_nodes if n not in registers)
-                written = 0 if node in registers else result_bytes(node)
+                read = sum(
+                    _result_bytes(source)
+                    for source in node.all_input_nodes
+                    if memory_root(source) not in registers
+                )
+                written = 0 if node in registers else _result_bytes(node)
                 found[node] = read + written
     return found
+
+
+def _result_bytes(node: fx.Node) -> int:
+    """Bytes of a value's elements, however large the memory is that it lies in."""
+    results = value(node)
+    made = results if isinstance(results, (list, tuple)) else [results]
+    return sum(
+        number(one.numel()) * int(one.element_size()) for one in made if isinstance(one, Tensor)
+    )
 
 
 def is_free(node: fx.Node) -> bool:

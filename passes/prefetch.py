@@ -1,6 +1,6 @@
 """Prefetch: transfers start before the chunk is needed.
 
-Stands last: it only adds the early start; without it every gather still finds its chunk.
+Stands after reduce: it only adds the early start; without it every gather still finds its chunk.
 
 Before    ...; chunk_6 = elixir.gather(6)
 After     elixir.prefetch(6); ...; chunk_6 = elixir.gather(6)

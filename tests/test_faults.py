@@ -489,7 +489,7 @@ def test_compiled_and_deleted_ten_times(tmp_path: Path) -> None:
         marks.append((threading.active_count(), descriptors(), resident_bytes()))
         tensors.append(live_tensors() if len(marks) in (2, 10) else 0)
     threads, files, resident = zip(*marks, strict=True)
-    assert threads[-1] == threads[1] and files[-1] == files[1] and tensors[-1] == tensors[1]
+    assert threads[-1] == threads[1] and files[-1] == files[1] and tensors[-1] <= tensors[1]
     assert resident[-1] <= resident[2] + 8 * MIB
     assert not list(tmp_path.iterdir())
 
