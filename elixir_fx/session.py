@@ -328,8 +328,7 @@ class Session:
     def fit_heap(self, engine: Engine) -> None:
         """Have the C library keep freed memory, or give it back, as the engine's layout needs."""
         if self.machine.unified:
-            if not engine.layout.keeps_all:
-                gc.collect()  # capturing leaves cycles behind
+            gc.collect()  # capturing leaves cycles behind
             free = engine.layout.keeps_all or self.options.memory is None
             relax_heap() if engine.layout.all_home and free else bound_heap()
 
