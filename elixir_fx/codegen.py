@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch.fx.graph import CodeGen
 
 from elixir_fx import ops
-from elixir_fx.kernels import SHARED, Compiled
+from elixir_fx.kernels import SHARED, Compiled, Empty
 from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, recycled_root
 from elixir_fx.step import (
     StepGraph,
@@ -41,10 +41,10 @@ SAVED = "elixir_saved"  # node.meta key of a backward's placeholders
 
 
 class Runtime(Protocol):
-    """What generated code calls. `counts`: every allocation is watched, so that compiled runs
-    make theirs where it can be."""
+    """What generated code calls. `empty`: what makes the memory of compiled runs, if that is not
+    left to them: so that it can be watched, or used again."""
 
-    counts: bool
+    empty: Empty | None
 
     def gather(self, chunk: int, offset: int) -> Tensor: ...
     def prefetch(self, chunk: int, offset: int) -> None: ...
@@ -216,14 +216,26 @@ def executable(half: fx.GraphModule) -> Executable:
     held = {name: getattr(module, name) for name in {str(t).split(".")[0] for t in constants}}
     runs = {name: found for name, found in held.items() if isinstance(found, Compiled)}
     held.update({name: kind.function for name, kind in runs.items()})
-    counted = held | {name: kind.counted for name, kind in runs.items()}
+    memory = _Memory()
+    elsewhere = held | {name: kind.with_memory(memory.empty) for name, kind in runs.items()}
 
     def run(runtime: Runtime, boxed: list[Any]) -> Sequence[Any]:
-        names = counted if runtime.counts else held
+        memory.source = runtime.empty
+        names = held if runtime.empty is None else elsewhere
         results: Sequence[Any] = forward(SimpleNamespace(runtime=runtime, **names), boxed)
         return results
 
     return run
+
+
+class _Memory:
+    """Where the runs of one half get their memory: from the runtime that calls it."""
+
+    source: Empty | None = None
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        assert self.source is not None
+        return self.source(shape, strides, dtype)
 
 
 def _bind(graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:

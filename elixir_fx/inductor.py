@@ -10,6 +10,7 @@ context of its own for each.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch._inductor.virtualized import V
 
 from elixir_fx.errors import CaptureError
 from elixir_fx.joint import EAGER, Tracing, order_phases, rejoin
-from elixir_fx.kernels import Boxed, Compiled, CompileRun
+from elixir_fx.kernels import Boxed, Compiled, CompileRun, Empty
 from elixir_fx.step import FUSES, is_item, source_line, viewed_input
 from elixir_fx.step_cache import cached_by_inductor
 
@@ -122,12 +123,12 @@ def compile_run(
             f"the operations of {where} could not be compiled with Inductor: {first}. "
             "kernels='eager' runs them with PyTorch's own kernels"
         ) from error
-    return Compiled(function, _counted(function))
+    return Compiled(function, partial(_with_memory, function))
 
 
-def _counted(function: Any) -> Boxed:
-    """A twin of a compiled function that makes its results and buffers with operators, which
-    modes can see; the function itself where it is of another kind.
+def _with_memory(function: Any, empty: Empty) -> Boxed:
+    """A twin of a compiled function whose results and buffers are made by `empty`; the function
+    itself where it is of another kind.
 
     Generated code gets its memory by a name of its module, which equal code of other models has
     too: so the twin has the same code and other globals.
@@ -136,13 +137,9 @@ def _counted(function: Any) -> Boxed:
     code = found.__func__ if isinstance(found, MethodType) else found
     if not isinstance(code, FunctionType) or "empty_strided_cpu" not in code.__globals__:
         return function  # type: ignore[no-any-return]
-    names = {**code.__globals__, "empty_strided_cpu": _empty}
+    names = {**code.__globals__, "empty_strided_cpu": empty}
     twin = FunctionType(code.__code__, names, code.__name__)
     return MethodType(twin, found.__self__) if isinstance(found, MethodType) else twin
-
-
-def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype)
 
 
 def _aten_join(joint: fx.GraphModule, inputs: Sequence[Any], **others: Any) -> fx.GraphModule:
@@ -176,6 +173,6 @@ def compile_run_with(
             boxed.clear()
             return function(*arguments)  # type: ignore[no-any-return]
 
-        return Compiled(run, run)
+        return Compiled(run, lambda empty: run)
 
     return compile_run

@@ -43,15 +43,19 @@ SEEDS = frozenset({"prims::inductor_seed", "prims::inductor_seeds", "prims::indu
 CHUNK_VIEWS: Any = (torch.ops.aten.slice.Tensor, torch.ops.aten.as_strided.default)
 
 
+Empty = Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor]  # shape, strides, dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Compiled:
     """A kind of run as machine code: a function of one list, which it empties.
 
-    `counted` does the same with all of its memory made by operators, which can be watched.
+    `with_memory` takes a function that makes tensors to one that does the same with all of its
+    memory from there.
     """
 
     function: Boxed
-    counted: Boxed
+    with_memory: Callable[[Empty], Boxed]
 
 
 # (module, fake inputs, backward, trains) -> its machine code

@@ -318,6 +318,7 @@ class Session:
             )
         )
         engine.written = weakly(self._written)
+        engine.lends = self.kernels is not None and self.machine.unified and not layout.keeps_all
         return engine
 
     def expect_optimizer(self) -> None:

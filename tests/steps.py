@@ -150,7 +150,7 @@ class Home:
     them after, reads that.
     """
 
-    counts = False
+    empty = None
 
     def __init__(self, step: StepGraph, parameters: dict[str, Tensor]) -> None:
         assert step.layout is not None

@@ -1,6 +1,7 @@
-"""The seam to Inductor: runs as machine code, their counted twins, and what may be fused."""
+"""The seam to Inductor: runs as machine code, with memory from elsewhere, and what may be fused."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -51,12 +52,16 @@ def values() -> list[Tensor]:
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+def empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
 def test_a_run_computes_what_its_graph_does() -> None:
     module, fakes = run_of()
     given = values()
     expected = module(*given)
     compiled = inductor.compile_run(module, fakes, False, True)
-    for function in (compiled.function, compiled.counted):
+    for function in (compiled.function, compiled.with_memory(empty)):
         boxed = list(given)
         found = function(boxed)
         assert boxed == []  # so that who calls keeps nothing alive
@@ -67,24 +72,26 @@ def test_a_run_computes_what_its_graph_does() -> None:
         assert address[0] == address[1] != address[2]
 
 
-def test_memory_of_the_counted_twin_is_seen() -> None:
+def test_memory_from_an_operator_is_seen() -> None:
     module, fakes = run_of()
     compiled = inductor.compile_run(module, fakes, False, True)
     rectified_bytes, sum_bytes = ROWS * COLUMNS * 4, ROWS * 4
     with DeviceMeter() as meter:
-        results = compiled.counted(values())
+        results = compiled.with_memory(empty)(values())
         held_bytes = meter.current_bytes
         assert held_bytes >= rectified_bytes + sum_bytes
         del results
         assert held_bytes - meter.current_bytes == rectified_bytes + sum_bytes
     with DeviceMeter(limit_bytes=rectified_bytes) as meter, pytest.raises(Exception, match="bytes"):
-        compiled.counted(values())
+        compiled.with_memory(empty)(values())
 
 
 def test_a_run_and_its_twin_are_equal_bit_for_bit() -> None:
     module, fakes = run_of()
     compiled = inductor.compile_run(module, fakes, False, True)
-    for one, other in zip(compiled.function(values()), compiled.counted(values()), strict=True):
+    for one, other in zip(
+        compiled.function(values()), compiled.with_memory(empty)(values()), strict=True
+    ):
         assert torch.equal(one, other)
 
 

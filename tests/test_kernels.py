@@ -42,11 +42,11 @@ class Interpreted:
         function = executable(module)
 
         def run(boxed: list[Any]) -> Sequence[Any]:
-            results = function(SimpleNamespace(counts=False), boxed)
+            results = function(SimpleNamespace(empty=None), boxed)
             self.after()
             return results
 
-        return Compiled(run, run)
+        return Compiled(run, lambda empty: run)
 
     def after(self) -> None: ...
 

@@ -108,3 +108,44 @@ def test_no_more_is_held_than_there_is_room_for() -> None:
     assert recycler.held_bytes == 24576
     recycler.take(16384, 13000, (16384,), (1,), torch.uint8)
     assert recycler.held_bytes == 12288
+
+
+SHAPE, STRIDES = (256, 512), (512, 1)
+BLOCK_BYTES = 256 * 512 * 4
+
+
+def lend(recycler: Recycler) -> torch.Tensor:
+    return recycler.empty(SHAPE, STRIDES, torch.float32)
+
+
+def test_a_lent_block_is_lent_again_once_nobody_holds_it() -> None:
+    recycler = Recycler()
+    recycler.idle_bytes = BLOCK_BYTES
+    one = lend(recycler)
+    view, address = one[3:], one.data_ptr()
+    del one
+    other = lend(recycler)
+    assert other.data_ptr() != address  # a view holds it
+    del view
+    again = lend(recycler)
+    assert again.data_ptr() == address and recycler.reused == 1
+    assert again.shape == SHAPE and again.stride() == STRIDES
+
+
+def test_idle_lent_blocks_go_back_beyond_their_room() -> None:
+    recycler = Recycler()
+    recycler.idle_bytes = BLOCK_BYTES
+    blocks = [lend(recycler) for _ in range(5)]
+    assert len(recycler._lent[BLOCK_BYTES]) == 5
+    blocks.clear()
+    recycler.shrink_idle(recycler.idle_bytes)
+    assert len(recycler._lent[BLOCK_BYTES]) == 1
+    recycler.shrink_idle(0)
+    assert recycler._lent[BLOCK_BYTES] == []
+
+
+def test_small_results_are_not_lent() -> None:
+    recycler = Recycler()
+    assert recycler.empty((4, 4), (4, 1), torch.float32).shape == (4, 4)
+    assert recycler.empty((0, 4), (4, 1), torch.float32).numel() == 0
+    assert not recycler._lent

@@ -62,6 +62,11 @@ def held_alone(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     return alone and (holders == 1 if base is None else bool(holders == 2 and users(base) == 2))
 
 
+def is_idle(storage: torch.UntypedStorage) -> bool:
+    """Whether no tensor looks at a storage that somebody keeps."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1
+
+
 def version(tensor: Tensor) -> int:
     """How often `tensor` was written in place."""
     return tensor._version

@@ -83,7 +83,8 @@ class Engine:
         self.rank = 0  # among those that train this model
         self.device = device
         self.lock = threading.RLock()
-        self.counts = False  # the memory that a half takes is being measured
+        # What makes the memory of compiled runs: nothing, an operator, or the recycler.
+        self.empty: Callable[[Sequence[int], Sequence[int], torch.dtype], Tensor] | None = None
         self.optimizer_s = 0.0
         self.buffer_bytes = 0
         self.peak_bytes = 0  # as planned; what the recycler holds stays below it
@@ -111,6 +112,7 @@ class Engine:
             self._enter(chunk, parameters)
         self.cache = self._make_cache({chunk.id: chunk for chunk in layout.chunks})
         self.recycler = Recycler()
+        self.lends = False  # the recycler's memory to compiled runs
         self.take = self.recycler.take
         self.give = self.recycler.give
         self.reducer = self._make_reducer()
@@ -341,6 +343,31 @@ class Engine:
             finally:
                 self._depth -= 1
 
+    @contextmanager
+    def watched_memory(self) -> Iterator[None]:
+        """Compiled runs make their memory with an operator, which modes see."""
+        with self._memory_from(_empty):
+            yield
+
+    @contextmanager
+    def lending(self, room_bytes: int) -> Iterator[None]:
+        """Compiled runs get their memory from the recycler where all memory is short; half of
+        `room_bytes`, which the plan has beside what a half was seen to take, may be idle."""
+        if self.lends:
+            self.recycler.idle_bytes = max(0, room_bytes - self.layout.block_bytes) // 2
+            with self._memory_from(self.recycler.empty):
+                yield
+        else:
+            yield
+
+    @contextmanager
+    def _memory_from(self, empty: Callable[..., Tensor]) -> Iterator[None]:
+        before, self.empty = self.empty, empty
+        try:
+            yield
+        finally:
+            self.empty = before
+
     # -- what the bound optimizer asks for -------------------------------------------------
 
     def units(self) -> Sequence[Sequence[nn.Parameter]]:
@@ -411,6 +438,7 @@ class Engine:
             # As much is left alone as the gradient blocks give back in a forward.
             room -= self.layout.block_bytes
             self.recycler.shrink(max(0, room - self.update_bytes))
+            self.recycler.shrink_idle(0)
             try:
                 yield self.store.arena
             finally:
@@ -426,6 +454,7 @@ class Engine:
         self.store.drain()
         self.cache.clear()
         self.recycler.shrink(0)
+        self.recycler.shrink_idle(0)
         if self.store.arena.is_cuda:
             self.store.arena.untyped_storage().resize_(0)
         else:
@@ -441,3 +470,7 @@ class Engine:
     def close(self) -> None:
         """Give back memory, file and threads. Parameters that are away are lost with it."""
         self.store.close()
+
+
+def _empty(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)

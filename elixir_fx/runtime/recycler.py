@@ -4,7 +4,8 @@ Called by the generated code on a CPU whose heap is bounded (see `heap`): there 
 tensor is mapped when it is made, and its pages cost a fault each; measured here, a fifth of a
 step. The generated code knows when a value dies, gives its block to the recycler, and has the
 next operator that wants as many bytes write its result there. Nothing is shared by guess: a
-block is taken back only if nobody else holds its storage.
+block is taken back only if nobody else holds its storage. Compiled runs do not say when a value
+dies: blocks that they were lent are idle once nobody holds them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +13,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from elixir_fx.runtime.accumulation import held_alone
+from elixir_fx.runtime.accumulation import held_alone, is_idle
+from elixir_fx.units import KIB
+
+LENT_BYTES = 256 * KIB  # smaller results come from the heap, which reuses them itself
 
 
 class Recycler:
@@ -24,6 +28,8 @@ class Recycler:
         self.held_bytes = 0
         self.reused = 0  # results that were written into a block that was there
         self.keeps = True  # False while a backward must leave the graph as it is
+        self.idle_bytes = 0  # of lent blocks, that may stay while nobody holds them
+        self._lent: dict[int, list[torch.UntypedStorage]] = {}
 
     def take(
         self,
@@ -52,6 +58,36 @@ class Recycler:
             nbytes = storage.nbytes()
             self._free.setdefault(nbytes, []).append(storage)
             self.held_bytes += nbytes
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a result of a compiled run, uninitialised."""
+        elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        nbytes = elements * dtype.itemsize if 0 not in shape else 0
+        if nbytes < LENT_BYTES:
+            return torch.empty_strided(shape, strides, dtype=dtype)
+        blocks = self._lent.setdefault(nbytes, [])
+        storage = next((block for block in blocks if is_idle(block)), None)
+        if storage is not None:
+            made = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
+            self.reused += 1
+        else:
+            self.shrink_idle(max(0, self.idle_bytes - nbytes))
+            made = torch.empty_strided(shape, strides, dtype=dtype)
+            blocks.append(made.untyped_storage())
+        self.shrink_idle(self.idle_bytes)
+        return made
+
+    def shrink_idle(self, room_bytes: int) -> None:
+        """Return lent blocks that nobody holds to the system, the largest first, until no more
+        than that is idle."""
+        idle = {size: sum(map(is_idle, blocks)) for size, blocks in self._lent.items()}
+        total = sum(size * count for size, count in idle.items())
+        for size in sorted(idle, reverse=True):
+            while total > room_bytes and idle[size]:
+                block = next(block for block in self._lent[size] if is_idle(block))
+                self._lent[size].remove(block)
+                idle[size] -= 1
+                total -= size
 
     def blocks(self) -> Iterator[Tensor]:
         """Everything that is held."""

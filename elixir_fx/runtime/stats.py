@@ -74,19 +74,18 @@ class Stats:
         held = engine.gradient_bytes()
         if key in self._peaks and not self._bounded:
             saved.clear()
-            yield
+            room = engine.peak_bytes - engine.constant_bytes() - held - self._peaks[key]
+            with engine.lending(room):
+                yield
         else:
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
             meter = DeviceMeter(limit if self._bounded else None)
             meter.adopt(saved)
             saved.clear()
             meter.adopt(engine.recycler.blocks())
-            engine.counts = True
-            try:
-                with meter:
-                    yield
-            finally:
-                engine.counts = False
+            engine.recycler.shrink_idle(0)
+            with meter, engine.watched_memory():
+                yield
             peak = max(self._peaks.pop(key, 0), meter.peak_bytes)
             self._peaks[key] = peak  # the latest last
             if len(self._peaks) > SIZES:
