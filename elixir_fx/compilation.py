@@ -202,7 +202,7 @@ class _Compilation:
     step: StepGraph | None = None
     captured: Captured | None = None
     lowered: Lowered | None = None
-    stores: bool = False  # steps may be stored, and taken from a store
+    store: Any = None  # `step_cache`, where steps may be stored, and taken from there
 
     def partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **others: Any
@@ -214,7 +214,7 @@ class _Compilation:
         forward, backward = self.lowered.halves.forward, self.lowered.halves.backward
         assert backward is not None
         # A copy: storing a step takes the notes off the backward that AOTAutograd has.
-        return forward, _copied(backward) if self.stores else backward
+        return forward, _copied(backward) if self.store else backward
 
     def forward(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
         metadata = self.metadata()
@@ -245,9 +245,12 @@ class _Compilation:
 
     def named(self) -> str:
         """What the inputs, and the parameters beside them, are called."""
-        plain = Name(role=Role.INPUT, path="", aliases=())
-        inputs = [self.names.get(id(given), plain) for given in self.inputs]
+        inputs = [self.name_of(given) for given in self.inputs]
         return repr([*inputs, *self.idle(), self.buffer_bytes])
+
+    def name_of(self, given: object) -> Name:
+        """What an input is called."""
+        return self.names.get(id(given), Name(role=Role.INPUT, path="", aliases=()))
 
     @contextmanager
     def caching(self, key: str | None) -> Iterator[None]:
@@ -257,7 +260,7 @@ class _Compilation:
             return
         from elixir_fx import step_cache  # of Inductor, which other kernels do without
 
-        self.stores = True
+        self.store = step_cache
         with step_cache.caching(key, self):
             yield
 
@@ -267,24 +270,21 @@ class _Compilation:
         def boxed(module: fx.GraphModule, inputs: Sequence[Any]) -> Boxed:
             return _boxed(function(module, inputs))
 
-        if not self.stores:
+        store = self.store
+        if store is None:
             return boxed
-        from elixir_fx import step_cache
-
         entry = None if function == self.backward else self.entry
-        return step_cache.cached(lambda *given: step_cache.StepCode(boxed(*given), entry))
+        return store.cached(lambda *given: store.StepCode(boxed(*given), entry))
 
     def entry(self) -> Any:
         """What is stored of this step; None for one that changes inputs."""
-        from elixir_fx import step_cache
-
         metadata = self.metadata()
         if metadata is not None and any(info.mutates_data for info in metadata.input_info):
             return None
         lowered = self.lowered
         if lowered is None or lowered.known is None:
             return None
-        return step_cache.Entry(halves=lowered.halves, known=(self.captured, lowered.known))
+        return self.store.Entry(halves=lowered.halves, known=(self.captured, lowered.known))
 
     def restore(self, entry: Any) -> None:
         """Take a stored step in the place of one that is traced."""
@@ -354,10 +354,9 @@ class _Compilation:
                 f"for {len(self.inputs)} tensors; inputs that share memory with each other and "
                 "are changed in place are not supported: clone them before the call"
             )
-        plain = Name(role=Role.INPUT, path="", aliases=())
         found = []
         for node, given in zip(nodes, self.inputs, strict=True):
-            name = self.names.get(id(given), plain)
+            name = self.name_of(given)
             found.append(
                 Input(
                     node=node.name,
@@ -388,7 +387,7 @@ class _Compilation:
         # Neither the graphs nor the model's tensors are needed any more. With a store the backward
         # is compiled by now; else AOTAutograd asks for it later.
         self.step, self.inputs, self.parameters = None, (), ()
-        if self.stores:
+        if self.store is not None:
             self.lowered = None
 
         @torch._dynamo.disable  # type: ignore[untyped-decorator]

@@ -85,7 +85,7 @@ class Kernels:
     def _kind(
         self, run: "Run", backward: bool, trains: bool, known: dict[Hashable, Compiled]
     ) -> Compiled:
-        key = (backward, trains, _settings(), run.key())
+        key = (backward, trains, settings(), run.key())
         if key not in known:
             module, fakes = run.module()
             if len(known) >= KINDS:
@@ -95,7 +95,7 @@ class Kernels:
         return known[key]
 
 
-def _settings() -> Hashable:
+def settings() -> Hashable:
     """What of PyTorch's state generated code follows from."""
     return (
         torch.are_deterministic_algorithms_enabled(),

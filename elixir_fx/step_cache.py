@@ -27,7 +27,7 @@ from torch._inductor.output_code import OutputCode
 from torch.fx._graph_pickler import GraphPickler, Options
 
 from elixir_fx.codegen import Halves
-from elixir_fx.kernels import Boxed
+from elixir_fx.kernels import Boxed, settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +108,7 @@ def surroundings() -> str:
     return repr(
         (
             [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
-            torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
-            torch.get_num_threads(),
+            settings(),
             str(torch.get_default_device()),
             attention.flash_sdp_enabled(),
             attention.mem_efficient_sdp_enabled(),

@@ -77,23 +77,11 @@ def _fused_bytes(step: StepGraph) -> dict[fx.Node, int]:
         registers = in_registers(nodes)
         for node in nodes:
             if node.meta.get(FUSES):
-                read = sum(
-                    _result_bytes(source)
-                    for source in node.all_input_nodes
-                    if memory_root(source) not in registers
-                )
-                written = 0 if node in registers else _result_bytes(node)
-                found[node] = read + written
+                moved = [n for n in node.all_input_nodes if memory_root(n) not in registers]
+                if node not in registers:
+                    moved.append(node)
+                found[node] = number(_nbytes([one for n in moved for one in _results(n)]))
     return found
-
-
-def _result_bytes(node: fx.Node) -> int:
-    """Bytes of a value's elements, however large the memory is that it lies in."""
-    results = value(node)
-    made = results if isinstance(results, (list, tuple)) else [results]
-    return sum(
-        number(one.numel()) * int(one.element_size()) for one in made if isinstance(one, Tensor)
-    )
 
 
 def is_free(node: fx.Node) -> bool:
@@ -119,12 +107,19 @@ def _argument(argument: object) -> str:
     return repr(argument)
 
 
+def _results(node: fx.Node) -> list[Tensor]:
+    fake = value(node)
+    items = fake if isinstance(fake, (list, tuple)) else [fake]
+    return [item for item in items if isinstance(item, Tensor)]
+
+
 def _tensors(node: fx.Node) -> list[Tensor]:
-    found: list[Tensor] = []
-    for fake in [value(node), *(value(source) for source in node.all_input_nodes)]:
-        items = fake if isinstance(fake, (list, tuple)) else [fake]
-        found += [item for item in items if isinstance(item, Tensor)]
-    return found
+    return [one for each in (node, *node.all_input_nodes) for one in _results(each)]
+
+
+def _nbytes(tensors: list[Tensor]) -> int | torch.SymInt:
+    """Bytes of their elements, however large the memory is that they lie in."""
+    return sum(item.numel() * item.element_size() for item in tensors)
 
 
 def _dtype(node: fx.Node) -> str:
@@ -133,7 +128,7 @@ def _dtype(node: fx.Node) -> str:
 
 
 def _bytes(node: fx.Node) -> int | torch.SymInt:
-    return sum(item.numel() * item.element_size() for item in _tensors(node))
+    return _nbytes(_tensors(node))
 
 
 def _flops(node: fx.Node) -> int:

@@ -17,7 +17,7 @@ from elixir_fx.capture import Capture, pretend_on
 from elixir_fx.errors import ElixirError
 from elixir_fx.joint import EAGER, Tracing
 from elixir_fx.machine import Tier
-from elixir_fx.pipeline import PIPELINE, annotate
+from elixir_fx.pipeline import PIPELINE, annotate, rewrite
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.planner import search, smallest
 from elixir_fx.runtime.probe import probe
@@ -184,6 +184,24 @@ class Home:
             assert pieces[index].path not in self.gradients
             self.gradients[pieces[index].path] = gradient.clone()
         return [None] * len(gradients)
+
+
+def on_chunks(
+    step: StepGraph, plan: Plan, model: nn.Module
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    """What a step gives, and what it gives once it is rewritten, on chunks that turn to NaN when
+    they are released; gradients from their homes."""
+    values = step_inputs(step, model)
+    expected = run(step, values)
+    new = copied(step)
+    rewrite(new, plan, PIPELINE)
+    home = Home(new, {path: p.detach() for path, p in model.named_parameters()})
+    got = run(new, values, home)
+    assert not home.live
+    paths = {item.path: index for index, item in enumerate(step.inputs)}
+    for path, gradient in home.gradients.items():
+        got[step.forward_outputs + paths[path]] = gradient
+    return list(zip(expected, got, strict=True))
 
 
 def step_inputs(step: StepGraph, model: nn.Module, seed: int = 0) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from graphs import NAMED, Drawn, Example, Layer, gpt, mlp, models
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from steps import Home, captured, copied, planned, printed, run, step_inputs
+from steps import captured, copied, on_chunks, planned, printed
 from torch import fx
 
 from elixir_fx import inductor, ops
@@ -238,22 +238,10 @@ def test_fewer_bytes_are_cut(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "mlp", "thrice"])
 def test_numbers_stay(name: str) -> None:
-    """On chunks that turn to NaN when they are released."""
     example = EXAMPLES[name]
     step = captured(example, tracing=inductor.TRACING)
     plan = planned(step, 0.0, away=True)
-    model = example.build()
-    values = step_inputs(step, model)
-    expected = run(step, values)
-    new = copied(step)
-    rewrite(new, plan, PIPELINE)
-    home = Home(new, {path: p.detach() for path, p in model.named_parameters()})
-    got = run(new, values, home)
-    assert not home.live
-    paths = {item.path: index for index, item in enumerate(step.inputs)}
-    for path, gradient in home.gradients.items():
-        got[step.forward_outputs + paths[path]] = gradient
-    for one, other in zip(expected, got, strict=True):
+    for one, other in on_chunks(step, plan, example.build()):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from graphs import NAMED, Drawn, Example, gpt, mlp, models
 from hypothesis import HealthCheck, given, settings
-from steps import Home, captured, captured_model, copied, planned, printed, run, step_inputs
+from steps import captured, captured_model, copied, on_chunks, planned, printed
 from torch import nn
 
 from elixir_fx import ops
@@ -159,18 +159,7 @@ EXAMPLES: dict[str, Example] = {
 def check_numbers(example: Example, share: float) -> None:
     step = captured(example)
     plan = planned(step, share, away=True)
-    model = example.build()
-    values = step_inputs(step, model)
-    expected = run(step, values)
-    new = copied(step)
-    rewrite(new, plan, PIPELINE)
-    home = Home(new, {name: p.detach() for name, p in model.named_parameters()})
-    got = run(new, values, home)
-    assert not home.live
-    paths = {item.path: index for index, item in enumerate(step.inputs)}
-    for path, gradient in home.gradients.items():
-        got[step.forward_outputs + paths[path]] = gradient
-    for one, other in zip(expected, got, strict=True):
+    for one, other in on_chunks(step, plan, example.build()):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

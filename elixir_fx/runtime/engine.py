@@ -350,10 +350,11 @@ class Engine:
             yield
 
     @contextmanager
-    def lending(self, room_bytes: int) -> Iterator[None]:
-        """Compiled runs get their memory from the recycler where all memory is short; half of
-        `room_bytes`, which the plan has beside what a half was seen to take, may be idle."""
+    def lending(self, taken_bytes: int) -> Iterator[None]:
+        """Compiled runs get their memory from the recycler where all memory is short; half of what
+        the plan has beside `taken_bytes`, which a half was seen to take, may be idle."""
         if self.lends:
+            room_bytes = self.peak_bytes - self.constant_bytes() - taken_bytes
             self.recycler.idle_bytes = max(0, room_bytes - self.layout.block_bytes) // 2
             with self._memory_from(self.recycler.empty):
                 yield

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from elixir_fx.runtime.accumulation import held_alone, is_idle
-from elixir_fx.units import KIB
-
-LENT_BYTES = 256 * KIB  # smaller results come from the heap, which reuses them itself
+from elixir_fx.runtime.heap import MAPPED_BYTES
 
 
 class Recycler:
@@ -63,18 +61,18 @@ class Recycler:
         """Memory for a result of a compiled run, uninitialised."""
         elements = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         nbytes = elements * dtype.itemsize if 0 not in shape else 0
-        if nbytes < LENT_BYTES:
+        if nbytes < MAPPED_BYTES:  # the heap uses it again itself
             return torch.empty_strided(shape, strides, dtype=dtype)
         blocks = self._lent.setdefault(nbytes, [])
         storage = next((block for block in blocks if is_idle(block)), None)
         if storage is not None:
             made = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
             self.reused += 1
+            self.shrink_idle(self.idle_bytes)
         else:
             self.shrink_idle(max(0, self.idle_bytes - nbytes))
             made = torch.empty_strided(shape, strides, dtype=dtype)
             blocks.append(made.untyped_storage())
-        self.shrink_idle(self.idle_bytes)
         return made
 
     def shrink_idle(self, room_bytes: int) -> None:

@@ -74,8 +74,7 @@ class Stats:
         held = engine.gradient_bytes()
         if key in self._peaks and not self._bounded:
             saved.clear()
-            room = engine.peak_bytes - engine.constant_bytes() - held - self._peaks[key]
-            with engine.lending(room):
+            with engine.lending(held + self._peaks[key]):
                 yield
         else:
             limit = self._limit_bytes - engine.constant_bytes() - held + spare_bytes
