@@ -55,7 +55,9 @@ class Machine:
 
     `device` is the torch device type that computes. `emulated` marks an accelerator that is
     played in RAM. `memory` is bytes by tier. `flops_per_s` is by dtype ("float32"),
-    `stream_bytes_per_s` the rate at which the compute device reads and writes its own memory.
+    `stream_bytes_per_s` the rate at which the compute device reads and writes its own memory,
+    `host_stream_bytes_per_s` that of an optimizer that runs on the host beside it; 0 where
+    none can.
     `operators` maps an operator's key (name, shapes, dtypes, threads) to measured seconds.
     """
 
@@ -67,12 +69,17 @@ class Machine:
     links: tuple[Link, ...]
     flops_per_s: Mapping[str, float]
     stream_bytes_per_s: float
+    host_stream_bytes_per_s: float = 0.0
     operators: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def unified(self) -> bool:
         """Host and device are one memory: the tiers are RAM and disk."""
         return self.device == "cpu" and not self.emulated
+
+    def update_bytes_per_s(self, tier: Tier) -> float:
+        """The rate at which an optimizer on `tier` (DEVICE or HOST) reads and writes memory."""
+        return self.host_stream_bytes_per_s if tier is Tier.HOST else self.stream_bytes_per_s
 
     def link(self, source: Tier, target: Tier) -> Link:
         """The link from one tier to the other; PlanError if the machine has none."""

@@ -13,7 +13,7 @@ from typing import Any
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 
-VERSION = 2
+VERSION = 3
 ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
 
 
@@ -92,6 +92,8 @@ class Chunk:
 
     `shards` equal parts of it, cut at multiples of 64 elements of every parameter, are at home
     with as many ranks, the rank-th with each; one shard is the whole chunk, on every rank.
+    `update` is where its optimizer runs: on the device, through which the parts that are away
+    stream, or on the host, where then all of them are at home (ZeRO-Offload, arXiv 2101.06840).
     """
 
     id: int
@@ -102,6 +104,7 @@ class Chunk:
     slices: tuple[Slice, ...]
     homes: Homes
     shards: int = 1
+    update: Tier = Tier.DEVICE
 
     @property
     def sharded(self) -> bool:
@@ -361,7 +364,8 @@ def _layout(data: dict[str, Any]) -> Layout:
             Slice(**{**piece, "shape": tuple(piece["shape"]), "strides": tuple(piece["strides"])})
             for piece in entry.pop("slices")
         )
-        chunks.append(Chunk(**entry, homes=homes, slices=slices))
+        update = Tier(entry.pop("update"))
+        chunks.append(Chunk(**entry, homes=homes, slices=slices, update=update))
     group = Group(**data.pop("group"))
     return Layout(chunks=tuple(chunks), group=group, **data)
 
