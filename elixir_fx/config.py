@@ -36,6 +36,7 @@ class Options:
     ignore: Sequence[str] = ()
     plan: Plan | None = None
     machine: Machine | None = None
+    micro_batches: int = 1
     passes: Pipeline = PIPELINE
     dump: Path | None = None
 
@@ -90,6 +91,11 @@ def read_options(
         raise ElixirError(
             f"reduction={values['reduction']!r}: gradients are combined over ranks by one of "
             f"{list(REDUCTIONS)}"
+        )
+    micro_batches = values.get("micro_batches", 1)
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ElixirError(
+            f"micro_batches={micro_batches!r}: give the number of backwards in a step, 1 or more"
         )
     return Options(**values)
 

@@ -26,7 +26,6 @@ from elixir_fx.dynamo import ForwardError
 from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.plan import Group, Plan
-from elixir_fx.planner import search
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
@@ -91,7 +90,6 @@ class GuardedSession(Session):
             group = Group(ranks=planned_ranks, shared=self.machine.unified)
         if group is not None:
             self.lowering.group = group
-            self.lowering.make_plan = partial(search, group=group)
         self.is_full = False  # within full_parameters()
         self._syncs = True  # gradients are summed over the ranks
         self._calls = threading.local()  # of each thread: whether it only captures, and its stacks

@@ -35,7 +35,6 @@ MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
 MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
 
-
 # How ranks come to one plan: given the step and a planner that leaves some bytes alone.
 SharePlan = Callable[[StepGraph, Callable[[int], Plan]], Plan]
 
@@ -78,7 +77,7 @@ class Lowering:
     optimizer: OptimizerFacts | None
     progress: Callable[[str], None]
     plan: Plan | None = None
-    make_plan: MakePlan = search
+    make_plan: MakePlan | None = None
     share_plan: SharePlan = own_plan
     group: Group = ONE_RANK
     pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
@@ -180,7 +179,14 @@ class Lowering:
 
     def schedule(self, facts: Facts, plan: Plan) -> Schedule:
         """When the chunks move in a graph. LayoutError if it does not fit."""
-        return schedule(facts, self.machine, self.limits, plan.layout, self.held_bytes())
+        return schedule(
+            facts,
+            self.machine,
+            self.limits,
+            plan.layout,
+            self.held_bytes(),
+            self.options.micro_batches,
+        )
 
     def first_plan(self, step: StepGraph, spare_bytes: int = 0) -> Plan:
         """Search for a plan that leaves `spare_bytes` of the device's budget alone; operators
@@ -192,7 +198,7 @@ class Lowering:
         pins = {path: Tier(tier) for path, tier in step.pinned.items()}
         limits = replace(self.limits, device=max(0, self.limits.device - spare_bytes))
         self.progress("planning")
-        plan = self.make_plan(step.facts(), self.machine, limits, pins)
+        plan = self._plan(step, limits, pins)
         if plan.layout.keeps_all:
             return plan
         if self.machine.unified and not plan.layout.all_home:
@@ -204,7 +210,13 @@ class Lowering:
             self.machine = self.machine.with_operators(self.measured(step))
         annotate(step, self.machine, self.options.passes)
         self.progress("planning")
-        return self.make_plan(step.facts(), self.machine, limits, pins)
+        return self._plan(step, limits, pins)
+
+    def _plan(self, step: StepGraph, limits: Limits, pins: Mapping[str, Tier]) -> Plan:
+        if self.make_plan is not None:
+            return self.make_plan(step.facts(), self.machine, limits, pins)
+        batches = self.options.micro_batches
+        return search(step.facts(), self.machine, limits, pins, self.group, batches)
 
     def measured(self, step: StepGraph) -> Mapping[str, float]:
         """Seconds of the step's operators, from the user's cache or measured now."""

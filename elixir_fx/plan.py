@@ -257,7 +257,8 @@ class Reduce:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What the planner expects of one steady step. Names as in `ElixirModule.stats()`.
+    """What the planner expects of one steady step of `micro_batches` forwards and backwards and
+    an update. Names as in `ElixirModule.stats()`.
 
     `exposed` splits the exposed seconds by cause (a link's "disk->device", "update").
     `lower_bound_s` is a time that no plan under the same budgets can beat, as far as it is
@@ -280,6 +281,7 @@ class Forecast:
     reduced_bytes: int
     prefetch_hits: int
     prefetch_misses: int
+    micro_batches: int = 1
     activation_bytes: int = 0
     peak_node: str = ""
     exposed: tuple[tuple[str, float], ...] = ()

@@ -219,7 +219,7 @@ class Session:
             repr(sorted(self.lowering.pinned.items())),
             names,
             repr([options.memory, options.host_memory, options.disk_memory, bool(options.disk)]),
-            repr([sorted(options.keep.items()), list(options.ignore)]),
+            repr([sorted(options.keep.items()), list(options.ignore), options.micro_batches]),
             options.plan.to_json() if options.plan is not None else "",
             replace(self.machine, memory={}, operators={}).to_json(),
             repr(self.lowering.optimizer),

@@ -1,18 +1,18 @@
 """Forecast: one steady step of a schedule, played against a machine.
 
-The step is one micro-batch: forward, backward, update. The compute device walks through the
-nodes; stretches of nodes without an event are one piece of work. Beside it the links move
-what prefetches, gathers and reduces ask for (see wires). Where compute must wait, the
-seconds are exposed and booked under their cause:
+A step is `micro_batches` times forward and backward, then the update. The compute device walks
+through the nodes; stretches of nodes without an event are one piece of work. Beside it the
+links move what prefetches, gathers and reduces ask for (see wires). Where compute must wait,
+the seconds are exposed and booked under their cause:
 
     a gather waits for its chunk                     "disk->device", "peers->device"
     a reduce waits for a block, or copies into it    "device->disk", "reduce"
-    the update waits for a unit or for its writes    "update"
+    the update waits for a unit or for its writes    "update" (see there)
     compute is slower while a link streams           "contention"
 
-The update is a ring over the arena: while unit k computes, k + 1 loads and k - 1 writes. A
-unit's place is free again when its writes are done; a load whose place is not yet free is
-waited for, and one whose place is at work follows it. A step ends with the last write.
+From the second micro-batch on a chunk that the last backward left at its place is still there,
+and gradients are added to those so far: what is away of them comes back into its block, asked
+for one reduce ahead where there is a second block.
 
 Of several ranks one is played, and the others do the same: a rank brings its own share of a chunk
 from its home and gets the rest from its peers; gradients go to the peers and its own share of
@@ -20,17 +20,19 @@ the sum home. Ranks of one host that share memory read each other's instead.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Forecast, Layout, Limits
 from elixir_fx.planner.bound import lower_bound_s
-from elixir_fx.planner.footprint import Footprint, Part, home
-from elixir_fx.planner.place import Stay
-from elixir_fx.planner.wires import Route, Wires
+from elixir_fx.planner.footprint import Footprint
+from elixir_fx.planner.place import Stay, returning
+from elixir_fx.planner.update import Update
+from elixir_fx.planner.wires import Route, Wires, route
 
 ROUNDING_S = 1e-12  # less is the rounding of sums of seconds
 
@@ -58,11 +60,14 @@ class Timing:
             self.exposed[cause] = self.exposed.get(cause, 0.0) + seconds
 
 
-def route(machine: Machine, source: Tier, target: Tier) -> Route:
-    """The links from one tier to another: disk and accelerator meet in host memory."""
-    if Tier.DISK in (source, target) and not machine.unified:
-        return ((source, Tier.HOST), (Tier.HOST, target))
-    return ((source, target),)
+@dataclass(kw_only=True)
+class _Pass:
+    """One forward and backward on its way: transfers under way, by stay and by chunk."""
+
+    index: int  # of the micro-batch
+    arrived: dict[int, int] = field(default_factory=dict)  # events of stays' transfers
+    fetched: dict[int, int] = field(default_factory=dict)  # events of old gradients, by chunk
+    blocks: deque[int] = field(default_factory=deque)  # events of the last gradients sent home
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,22 +78,60 @@ class Player:
     machine: Machine
     footprint: Footprint
     starts: tuple[float, ...]  # starts[i]: compute seconds before node i
+    micro_batches: int = 1
 
     @staticmethod
-    def of(facts: Facts, machine: Machine, footprint: Footprint) -> "Player":
+    def of(
+        facts: Facts, machine: Machine, footprint: Footprint, micro_batches: int = 1
+    ) -> "Player":
         starts = tuple(accumulate((cost.seconds for cost in facts.costs), initial=0.0))
-        return Player(facts=facts, machine=machine, footprint=footprint, starts=starts)
+        return Player(
+            facts=facts,
+            machine=machine,
+            footprint=footprint,
+            starts=starts,
+            micro_batches=micro_batches if facts.trains else 1,
+        )
 
     def play(self, layout: Layout, stays: Sequence[Stay]) -> Timing:
         """One step of `layout` with these stays in the gather area."""
-        timing = Timing()
-        wires = Wires(self.machine)
-        writes = self._graph(layout, stays, wires, timing)
-        timing.compute_s = self.facts.compute_s
-        if self.facts.trains:
+        return _Play(self, layout, stays).run()
+
+    @cached_property
+    def accumulated_bytes(self) -> tuple[int, ...]:
+        """Bytes of the gradients of each chunk, which later micro-batches add to."""
+        return tuple(
+            chunk.nbytes if chunk.id in self.footprint.reduces else 0
+            for chunk in self.footprint.chunks
+        )
+
+
+class _Play:
+    """One step under way."""
+
+    def __init__(self, player: Player, layout: Layout, stays: Sequence[Stay]) -> None:
+        self.player = player
+        self.machine = player.machine
+        self.layout = layout
+        self.stays = stays
+        self.wires = Wires(player.machine)
+        self.timing = Timing()
+        self.writes: dict[int, int] = {}  # the event of each chunk's gradients reaching home
+
+    def run(self) -> Timing:
+        facts, timing, wires = self.player.facts, self.timing, self.wires
+        events = self._events()
+        there = returning(self.stays) if self.player.micro_batches > 1 else frozenset()
+        for index in range(self.player.micro_batches):
+            self._graph(events, _Pass(index=index), there if index else frozenset())
+        timing.compute_s = facts.compute_s * self.player.micro_batches
+        if facts.trains:
             begin = wires.now
-            timing.compute_s += _Update(self, layout, wires, timing).run(writes.values())
+            update = Update(self.machine, self.player.footprint, self.layout, wires)
+            update.play(self.writes.values())
+            timing.compute_s += update.compute_s
             timing.optimizer_s = wires.now - begin
+            timing.expose("update", timing.optimizer_s - update.compute_s)
         timing.step_s = wires.now
         timing.expose("contention", timing.step_s - timing.compute_s - sum(timing.exposed.values()))
         timing.moved = {
@@ -97,41 +140,42 @@ class Player:
         }
         return timing
 
-    def _graph(
-        self, layout: Layout, stays: Sequence[Stay], wires: Wires, timing: Timing
-    ) -> dict[int, int]:
-        """Forward and backward. Returns the event of each chunk's gradients reaching home."""
-        arrived: dict[int, int] = {}
-        writes: dict[int, int] = {}
-        blocks: deque[int] = deque()
-        done_s = 0.0
-        for position, kind, index in self._events(layout, stays):
-            wires.compute(self.starts[position] - done_s)
-            done_s = self.starts[position]
-            if kind == _REDUCE:
-                self._reduce(layout, layout.chunks[index], wires, timing, blocks, writes)
-                continue
-            if kind == _PREFETCH:
-                arrived[index] = self._fetch(layout.chunks[stays[index].chunk], wires)
-                continue
-            stay = stays[index]
-            self._gather(layout.chunks[stay.chunk], stay, arrived.get(index), wires, timing)
-        wires.compute(self.starts[-1] - done_s)
-        return writes
-
-    def _events(self, layout: Layout, stays: Sequence[Stay]) -> list[tuple[int, int, int]]:
+    def _events(self) -> list[tuple[int, int, int]]:
         events = []
-        for index, stay in enumerate(stays):
+        for index, stay in enumerate(self.stays):
             if stay.start < stay.first and not stay.kept:
                 events.append((stay.start, _PREFETCH, index))
             events.append((stay.first, _GATHER, index))
-        if not layout.keeps_all:
-            for chunk, position in self.footprint.reduces.items():
-                events.append((position + 1, _REDUCE, chunk))
+        for chunk, position in self.player.footprint.reduces.items():
+            events.append((position + 1, _REDUCE, chunk))
         return sorted(events)
 
-    def _fetch(self, chunk: Chunk, wires: Wires) -> int:
-        event = wires.event()
+    def _graph(
+        self, events: Sequence[tuple[int, int, int]], under: _Pass, there: frozenset[int]
+    ) -> None:
+        """A forward and its backward; stays in `there` find their chunk at its place."""
+        starts, wires = self.player.starts, self.wires
+        reduces = [index for _, kind, index in events if kind == _REDUCE]
+        following = dict(pairwise(reduces))
+        done_s = 0.0
+        for position, kind, index in events:
+            wires.compute(starts[position] - done_s)
+            done_s = starts[position]
+            if kind == _REDUCE:
+                self._reduce(self.layout.chunks[index], following.get(index), under)
+                continue
+            stay = self.stays[index]
+            chunk = self.layout.chunks[stay.chunk]
+            if index in there:
+                self.timing.hits += kind == _GATHER
+            elif kind == _PREFETCH:
+                under.arrived[index] = self._fetch(chunk)
+            else:
+                self._gather(chunk, stay, under.arrived.get(index))
+        wires.compute(starts[-1] - done_s)
+
+    def _fetch(self, chunk: Chunk) -> int:
+        event = self.wires.event()
         path: Route = ()
         if chunk.homes.parameters is not Tier.DEVICE:
             path = route(self.machine, chunk.homes.parameters, Tier.DEVICE)
@@ -139,17 +183,16 @@ class Player:
         if chunk.sharded:
             path = (*path, (Tier.PEERS, Tier.DEVICE))
             sizes.append(chunk.nbytes - chunk.share_bytes)
-        wires.send(path, sizes, event=event)
+        self.wires.send(path, sizes, event=event)
         return event
 
-    def _gather(
-        self, chunk: Chunk, stay: Stay, arrived: int | None, wires: Wires, timing: Timing
-    ) -> None:
+    def _gather(self, chunk: Chunk, stay: Stay, arrived: int | None) -> None:
+        timing = self.timing
         if stay.kept or stay.resident:
             timing.hits += 1
             return
         timing.gathered_bytes += chunk.nbytes
-        waited = wires.wait(self._fetch(chunk, wires) if arrived is None else arrived)
+        waited = self.wires.wait(self._fetch(chunk) if arrived is None else arrived)
         if waited > 0 or arrived is None:
             timing.misses += 1
         else:
@@ -158,30 +201,44 @@ class Player:
         far = Tier.PEERS if chunk.sharded else chunk.homes.parameters
         timing.expose(f"{far}->device", waited)
 
-    def _reduce(
-        self,
-        layout: Layout,
-        chunk: Chunk,
-        wires: Wires,
-        timing: Timing,
-        blocks: deque[int],
-        writes: dict[int, int],
-    ) -> None:
-        tier, group = chunk.homes.gradients, layout.group
-        if (tier == Tier.DEVICE and group.ranks == 1) or not chunk.nbytes:
+    def _reduce(self, chunk: Chunk, following: int | None, under: _Pass) -> None:
+        if not chunk.nbytes:
             return
-        timing.reduced_bytes += chunk.nbytes
-        if len(blocks) >= layout.gradient_blocks:
-            far = Tier.PEERS if tier == Tier.DEVICE else tier
-            timing.expose(f"device->{far}", wires.wait(blocks.popleft()))
-        # Written to the block; then this rank's share of every rank's is read, and one written.
-        copied = 2 * chunk.nbytes
+        if chunk.homes.gradients is Tier.DEVICE and self.layout.group.ranks == 1:
+            if under.index:  # added to what is there: read both, write one
+                self._copy(3 * self.player.accumulated_bytes[chunk.id])
+            return
+        self._through_block(chunk, following, under)
+
+    def _copy(self, nbytes: int) -> None:
+        """Pass the time in which the device reads and writes so much for a reduce."""
+        copy_s = nbytes / self.machine.stream_bytes_per_s
+        self.wires.compute(copy_s)
+        self.timing.expose("reduce", copy_s)
+
+    def _through_block(self, chunk: Chunk, following: int | None, under: _Pass) -> None:
+        """Gradients of a chunk, or of all ranks' chunk, on their way home."""
+        tier, group = chunk.homes.gradients, self.layout.group
+        self.timing.reduced_bytes += chunk.nbytes
+        far = Tier.PEERS if tier is Tier.DEVICE else tier
+        if under.index and tier is not Tier.DEVICE:
+            arrived = under.fetched.pop(chunk.id, None)
+            if arrived is None:
+                self._free_block(far, under)
+                arrived = self._fetch_old(chunk)
+            if following is not None and self.layout.gradient_blocks > 1:
+                self._free_block(far, under)
+                under.fetched[following] = self._fetch_old(self.layout.chunks[following])
+            self.timing.expose(f"{far}->device", self.wires.wait(arrived))
+        else:
+            self._free_block(far, under)
+        # Written to the block, or read there, added to and written; then this rank's share of
+        # every rank's is read, and one written.
+        copied = (3 if under.index else 2) * chunk.nbytes
         if group.ranks > 1:
             copied += (group.ranks + 1) * chunk.share_bytes
-        copy_s = copied / self.machine.stream_bytes_per_s
-        wires.compute(copy_s)
-        timing.expose("reduce", copy_s)
-        writes[chunk.id] = wires.event()
+        self._copy(copied)
+        event = self.wires.event()
         path: Route = ()
         sizes: list[int] = []
         if group.ranks > 1:  # those that share memory still wait for each other
@@ -191,112 +248,25 @@ class Player:
             home_route = route(self.machine, Tier.DEVICE, tier)
             path = (*path, *home_route)
             sizes += [chunk.share_bytes] * len(home_route)
-        wires.send(path, sizes, event=writes[chunk.id])
-        blocks.append(writes[chunk.id])
+        self.wires.send(path, sizes, event=event)
+        self.writes[chunk.id] = event
+        under.blocks.append(event)
 
+    def _free_block(self, far: Tier, under: _Pass) -> None:
+        """Wait for a block whose gradients have gone home."""
+        if len(under.blocks) + len(under.fetched) >= self.layout.gradient_blocks and under.blocks:
+            self.timing.expose(f"device->{far}", self.wires.wait(under.blocks.popleft()))
 
-@dataclass
-class _Unit:
-    """One unit of the update: seconds of compute, and bytes by tier to load and to write.
-    `low` and `high` are its place in the ring."""
-
-    seconds: float
-    loads: dict[Tier, list[int]]
-    stores: dict[Tier, list[int]]
-    nbytes: int
-    low: int = 0
-    high: int = 0
-    loading: list[int] = field(default_factory=list)
-    leaving: list[int] | None = None  # None while it is at work
-
-
-class _Update:
-    """The optimizer's phase of a step, in the runtime's order of waiting."""
-
-    def __init__(self, player: Player, layout: Layout, wires: Wires, timing: Timing) -> None:
-        self.player = player
-        self.layout = layout
-        self.wires = wires
-        self.timing = timing
-        self.head = 0
-        self.taken: deque[_Unit] = deque()
-
-    def run(self, writes: Iterable[int]) -> float:
-        """Play it; `writes` are the events of the gradients reaching home. Returns the
-        seconds of computation; time beyond that is exposed."""
-        begin = self.wires.now
-        compute_s = 0.0
-        for event in writes:
-            self.wires.wait(event)
-        following = deque(unit for chunk in self.layout.chunks for unit in self._units(chunk))
-        current: _Unit | None = None
-        while following or current is not None:
-            if current is None:
-                current = following.popleft()
-                self._fetch(current)
-            ahead = bool(following) and self._fetch(following[0])
-            self._step(current)
-            compute_s += current.seconds
-            current = following.popleft() if ahead else None
-        while self.taken:
-            self._wait(self.taken.popleft().leaving)
-        self.timing.expose("update", self.wires.now - begin - compute_s)
-        return compute_s
-
-    def _fetch(self, unit: _Unit) -> bool:
-        """Start to load a unit; False if one that is still at work is in the way."""
-        low = self.head if self.head + unit.nbytes <= self.layout.arena_bytes else 0
-        high = low + unit.nbytes
-        in_the_way = [old for old in self.taken if old.low < high and low < old.high]
-        if any(old.leaving is None for old in in_the_way):
-            return False
-        for old in in_the_way:
-            self._wait(old.leaving)
-            self.taken.remove(old)
-        unit.low, unit.high, self.head = low, high, high
-        self.taken.append(unit)
-        for tier, parts in unit.loads.items():
-            unit.loading.append(self._send(tier, Tier.DEVICE, parts))
-        return True
-
-    def _step(self, unit: _Unit) -> None:
-        self._wait(unit.loading)
-        self.wires.compute(unit.seconds)
-        unit.leaving = [self._send(Tier.DEVICE, tier, parts) for tier, parts in unit.stores.items()]
-
-    def _send(self, source: Tier, target: Tier, parts: list[int]) -> int:
+    def _fetch_old(self, chunk: Chunk) -> int:
+        """Bring the gradient so far into a block, after it has reached home."""
+        tier = chunk.homes.gradients
         event = self.wires.event()
-        path = route(self.player.machine, source, target)
-        self.wires.send(path, sum(parts), parts=len(parts), event=event)
+        if tier is Tier.DEVICE:
+            self.wires.send((), 0, event=event)
+            return event
+        path = route(self.machine, tier, Tier.DEVICE)
+        self.wires.send(path, chunk.share_bytes, event=event)
         return event
-
-    def _wait(self, events: list[int] | None) -> None:
-        for event in events or ():
-            self.wires.wait(event)
-
-    def _units(self, chunk: Chunk) -> list[_Unit]:
-        footprint = self.player.footprint
-        if chunk.id not in footprint.reduces:
-            return []
-        sizes = footprint.sizes[chunk.id]
-        rate = sizes.optimizer.read_bytes / self.player.machine.stream_bytes_per_s
-        if chunk.homes.on_device:
-            return [_Unit(sizes.elements * rate, {}, {}, 0)]
-        units = []
-        for width, elements in sizes.units(self.layout.update_numel):
-            loads: dict[Tier, list[int]] = {}
-            stores: dict[Tier, list[int]] = {}
-            nbytes = 0
-            for part, size in sizes.of(width).items():
-                tier = home(chunk.homes, part)
-                if tier == Tier.DEVICE or not size:
-                    continue
-                nbytes += size
-                loads.setdefault(tier, []).append(size)
-                if part is not Part.GRADIENTS:
-                    stores.setdefault(tier, []).append(size)
-            units.append(_Unit(elements * rate, loads, stores, nbytes))
-        return units
 
 
 def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limits) -> Forecast:
@@ -322,7 +292,14 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
         compute_s=timing.compute_s,
         optimizer_s=timing.optimizer_s,
         exposed_s=timing.step_s - timing.compute_s,
-        lower_bound_s=lower_bound_s(player.facts, player.machine, limits, layout.group),
+        lower_bound_s=lower_bound_s(
+            player.facts,
+            player.machine,
+            limits,
+            layout.group,
+            player.micro_batches,
+            timing.step_s,
+        ),
         peak_device_bytes=constant + max(peak_live, update),
         peak_host_bytes=layout.host_bytes + layout.staging_bytes,
         disk_read_bytes=into,
@@ -333,6 +310,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
         reduced_bytes=timing.reduced_bytes,
         prefetch_hits=timing.hits,
         prefetch_misses=timing.misses,
+        micro_batches=player.micro_batches,
         activation_bytes=peak_live,
         peak_node=peak_node,
         exposed=tuple(sorted(timing.exposed.items())),

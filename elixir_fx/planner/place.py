@@ -104,6 +104,31 @@ def place(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...
         keeps //= 2
 
 
+def returning(stays: Sequence[Stay]) -> frozenset[int]:
+    """Which stays of a forward, by their index, find their chunk still at its place when the
+    step runs again without an update in between: what the backward left there."""
+    order = sorted(range(len(stays)), key=lambda index: (stays[index].start, stays[index].first))
+    there: list[int] = []
+    for index in order:
+        there = [old for old in there if not _replaces(stays[index], stays[old])] + [index]
+    found = set()
+    for index in order:
+        stay = stays[index]
+        if stay.backward or stay.resident:
+            continue
+        places = {(stays[old].chunk, stays[old].offset) for old in there}
+        if (stay.chunk, stay.offset) in places:
+            found.add(index)
+        there = [old for old in there if not _replaces(stay, stays[old])]
+    return frozenset(found)
+
+
+def _replaces(stay: Stay, old: Stay) -> bool:
+    """Whether a stay takes bytes, or the chunk, of an older one."""
+    meets = stay.offset < old.offset + old.nbytes and old.offset < stay.offset + stay.nbytes
+    return meets or stay.chunk == old.chunk
+
+
 def resident(stays: Sequence[Use]) -> tuple[Stay, ...]:
     """Stays of chunks that are read where they are at home: they take no bytes, nothing moves."""
     return tuple(replace(core, nbytes=0, resident=True) for core in _cores(stays))

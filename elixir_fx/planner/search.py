@@ -54,13 +54,22 @@ def search(
     limits: Limits,
     pins: Mapping[str, Tier] | None = None,
     group: Group = ONE_RANK,
+    micro_batches: int = 1,
 ) -> Plan:
     """The best plan found for a step under `limits` of each rank, by the forecast's step time.
 
-    `pins` fix the home of parameters, by parameter or module path. PlanError if no plan
+    `pins` fix the home of parameters, by parameter or module path; a step has `micro_batches`
+    forwards and backwards. PlanError if no plan
     meets the limits, with the least device memory that would do.
     """
-    space = Space(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
+    space = Space(
+        facts=facts,
+        machine=machine,
+        limits=limits,
+        pins=pins or {},
+        group=group,
+        micro_batches=micro_batches,
+    )
     everything = space.keep_all()
     if everything is not None:
         return space.plan(everything)
@@ -87,7 +96,12 @@ def smallest(
 
 
 def schedule(
-    facts: Facts, machine: Machine, limits: Limits, layout: Layout, held_bytes: int = 0
+    facts: Facts,
+    machine: Machine,
+    limits: Limits,
+    layout: Layout,
+    held_bytes: int = 0,
+    micro_batches: int = 1,
 ) -> Schedule:
     """When chunks of an existing layout move in another captured graph.
 
@@ -101,7 +115,8 @@ def schedule(
         raise PlanError(
             f"the plan has no parameter {strangers[0]!r}; it was made for another model"
         )
-    player = Player.of(facts, machine, Footprint(facts, layout.chunks, layout.group))
+    footprint = Footprint(facts, layout.chunks, layout.group)
+    player = Player.of(facts, machine, footprint, micro_batches)
     stays: tuple[Stay, ...] = ()
     if not layout.keeps_all:
         gathered = [chunk for chunk in layout.chunks if chunk.gathered]
@@ -220,7 +235,8 @@ class _Search:
         update_s = pair_s(machine, Tier.DEVICE, far, loads, stores)
         update_s = max(update_s, update_compute_s(self.space.facts, machine))
         copy_s = 2 * gradients / machine.stream_bytes_per_s
-        return self.space.facts.compute_s + copy_s + update_s > self.played[0].timing.step_s
+        compute_s = self.space.micro_batches * self.space.facts.compute_s
+        return compute_s + copy_s + update_s > self.played[0].timing.step_s
 
 
 def _changes(choice: Choice) -> Iterator[Choice]:

@@ -31,6 +31,7 @@ class Space:
     limits: Limits
     pins: Mapping[str, Tier]
     group: Group = ONE_RANK
+    micro_batches: int = 1
 
     @cached_property
     def tiers_by_path(self) -> dict[str, Tier]:
@@ -47,7 +48,7 @@ class Space:
         for size in self.chunk_sizes:
             chunks = pack(self.facts, size, self.tiers_by_path, self.group)
             footprint = Footprint(self.facts, chunks, self.group)
-            found[size] = Player.of(self.facts, self.machine, footprint)
+            found[size] = Player.of(self.facts, self.machine, footprint, self.micro_batches)
         return found
 
     @cached_property

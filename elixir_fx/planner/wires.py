@@ -19,6 +19,13 @@ Route = tuple[tuple[Tier, Tier], ...]
 NEVER = float("inf")
 
 
+def route(machine: Machine, source: Tier, target: Tier) -> Route:
+    """The links from one tier to another: disk and accelerator meet in host memory."""
+    if Tier.DISK in (source, target) and not machine.unified:
+        return ((source, Tier.HOST), (Tier.HOST, target))
+    return ((source, target),)
+
+
 class _Transfer:
     __slots__ = ("event", "left", "parts", "route", "sizes", "stage")
 

@@ -1,0 +1,451 @@
+"""Relaxation: a linear programme whose optimum no plan under the same budgets can beat.
+
+Second part of the bound. A plan here is what `Layout` and `Schedule` can say and the runtime
+does: homes that hold for the whole step, one arena, an update that follows the backward. The
+step is cut into K segments of its nodes and the update; the parameters into groups. Any plan
+gives these quantities, bytes of one rank (of N ranks the mean one):
+
+    P[g], G[g], S[g]   parameters, gradients, states of group g at home on the device
+    A                  the arena
+    x[g,k]  parameters of the group that are gathered at cut k, in the arena
+    r[g,k]  read from the far tier in segment k,   u[g,k]  received from other ranks
+    w[g,k]  gradients written to the far tier,     q[k]    sent to other ranks
+    h[g]    the part of the group that is updated on the host
+    t[k]    seconds of segment k; t[K] of the update
+
+    minimise  sum t[k]   subject to
+
+    memory   sum_g P + G + S + A <= device - buffers - activations at their peak  `_memory`
+             sum_g x[g,k] + gradients on their way at cut k <= A
+    use      r >= (read in k - x[g,k]) / N - P[g]                                 `_reads`
+             u >= (read in k - x[g,k]) (N - 1) / N
+             the same for what x gains from cut to cut
+    results  gradients complete by cut k <= G[g] + written before + on their way  `_gradients`
+             those of an accumulation are read again where they are not at home
+    update   what runs on the device is read there, and written, but for P, G, S  `_update`
+             what runs on the host has no home on the device
+    time     t[k] >= compute + share of it lost while links stream                `_time`
+             t[k] >= bytes / rate of each link alone, and of both directions at once
+
+Cuts stand where activations are largest nearby. Each constraint holds for every plan, so the
+optimum is a lower bound: the programme may split bytes that a plan cannot and forgets what
+happens between two cuts. With micro-batches the last one and the update are one programme,
+those before are each at least the same programme without the update.
+
+The solver is scipy's HiGHS. Where it finds no optimum the bound is 0, which claims nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from elixir_fx.facts import Facts, Parameter, Role
+from elixir_fx.machine import Link, Machine, Tier
+from elixir_fx.plan import ONE_RANK, Group, Limits
+
+GROUPS = 10  # of parameters
+SEGMENTS = 18  # of forward and backward together
+UNITS = 1e3  # that all parameters together are, so that no coefficient is lost as too small
+SAFETY = 1e-6  # of the optimum that is given up to the solver's tolerances
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Bytes:
+    """What one group of parameters holds, in units of `_Task.unit_bytes`; `traffic` is what its
+    optimizer reads and writes."""
+
+    parameters: float
+    updated: float
+    gradients: float
+    states: float
+    traffic: float
+    reads: tuple[float, ...]  # by segment
+    complete: tuple[float, ...]  # gradients complete at each cut
+
+
+@dataclass
+class _Rows:
+    """A linear programme being written: rows of `sum coefficient * variable <= bound`."""
+
+    bounds: list[float] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
+    most: list[float | None] = field(default_factory=list)
+    _row: list[int] = field(default_factory=list)
+    _column: list[int] = field(default_factory=list)
+    _value: list[float] = field(default_factory=list)
+
+    def variable(self, *, most: float | None = None, cost: float = 0.0) -> int:
+        """A new variable, from 0 to `most`."""
+        self.costs.append(cost)
+        self.most.append(most)
+        return len(self.costs) - 1
+
+    def variables(self, count: int, *, most: float | None = None) -> list[int]:
+        return [self.variable(most=most) for _ in range(count)]
+
+    def at_most(self, terms: Sequence[tuple[float, int]], bound: float) -> None:
+        """sum of the terms <= bound"""
+        for value, column in terms:
+            if value:
+                self._row.append(len(self.bounds))
+                self._column.append(column)
+                self._value.append(value)
+        self.bounds.append(bound)
+
+    def at_least(self, terms: Sequence[tuple[float, int]], bound: float) -> None:
+        """sum of the terms >= bound"""
+        self.at_most([(-value, column) for value, column in terms], -bound)
+
+    def optimum(self) -> float:
+        """The least cost; 0 if the solver has none."""
+        shape = (len(self.bounds), len(self.costs))
+        solved = linprog(
+            self.costs,
+            A_ub=csr_array((self._value, (self._row, self._column)), shape=shape),
+            b_ub=self.bounds,
+            bounds=[(0.0, most) for most in self.most],
+            method="highs",
+        )
+        return float(solved.fun) * (1 - SAFETY) if solved.status == 0 else 0.0
+
+
+def relaxed_step_s(
+    facts: Facts,
+    machine: Machine,
+    limits: Limits,
+    group: Group = ONE_RANK,
+    micro_batches: int = 1,
+) -> float:
+    """Seconds that one steady step takes at least, by the relaxation; 0 if it says nothing."""
+    task = _Task(facts=facts, machine=machine, limits=limits, group=group)
+    if not task.groups or task.far is None:
+        return 0.0
+    last = _Programme(task, accumulates=micro_batches > 1, updates=facts.trains).optimum()
+    if micro_batches == 1 or not facts.trains:
+        return last
+    return (micro_batches - 1) * _Programme(task, accumulates=True, updates=False).optimum() + last
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What the programme is about: cuts, groups and links."""
+
+    facts: Facts
+    machine: Machine
+    limits: Limits
+    group: Group
+
+    @cached_property
+    def unit_bytes(self) -> float:
+        """Bytes that the programme counts as one."""
+        return max(1, sum(p.nbytes for p in self.facts.parameters)) / UNITS
+
+    @property
+    def far(self) -> Tier | None:
+        """Where parts are that are not on the device; None where they cannot be."""
+        tier = Tier.DISK if self.machine.unified else Tier.HOST
+        known = {(link.source, link.target) for link in self.machine.links}
+        there = {(tier, Tier.DEVICE), (Tier.DEVICE, tier)} <= known
+        return tier if there and self.limits.of(tier) > 0 else None
+
+    @property
+    def apart(self) -> int:
+        """Ranks that must send each other what they do not have."""
+        return 1 if self.group.shared else self.group.ranks
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """Bytes of activations, temporaries and gradients by position, in any plan: a gradient
+        is there at least until it is complete."""
+        complete = {
+            p.gradient_storage: p.gradient for p in self.facts.parameters if p.gradient is not None
+        }
+        end = len(self.facts.nodes) - 1
+        change = np.zeros(len(self.facts.nodes) + 1, dtype=np.int64)
+        for storage in self.facts.storages:
+            if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
+                dies = min(storage.dies, end)
+                if storage.role is Role.GRADIENT:
+                    dies = max(storage.born, min(dies, complete.get(storage.name, storage.born)))
+                change[storage.born] += storage.nbytes
+                change[dies + 1] -= storage.nbytes
+        lives: NDArray[np.int64] = np.cumsum(change[:-1])
+        return lives
+
+    @cached_property
+    def starts(self) -> NDArray[np.float64]:
+        """Compute seconds before each position, and at the end."""
+        seconds = [cost.seconds for cost in self.facts.costs]
+        starts: NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(seconds)))
+        return starts
+
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Positions before which the segments begin, from 0 to the end: equally far apart in
+        time, and then where the most activations are."""
+        count = len(self.facts.nodes)
+        evenly = np.linspace(0.0, float(self.starts[-1]), SEGMENTS + 1)[1:-1]
+        ideal = np.searchsorted(self.starts, evenly)
+        middle = [0, *((ideal[1:] + ideal[:-1]) // 2).tolist(), count]
+        found = {0, count}
+        for low, high in pairwise(middle):
+            if high > low:
+                found.add(low + int(self.live[low:high].argmax()))
+        return tuple(sorted(found))
+
+    @cached_property
+    def groups(self) -> tuple[_Bytes, ...]:
+        """Groups of parameters that are read one after the other, of about equal bytes."""
+        read = [p for p in self.facts.parameters if p.reads and p.nbytes]
+        total = sum(p.nbytes for p in read)
+        members: list[list[Parameter]] = [[]]
+        filled = 0
+        for parameter in sorted(read, key=lambda p: p.reads[0]):
+            if members[-1] and filled >= total * len(members) / GROUPS:
+                members.append([])
+            members[-1].append(parameter)
+            filled += parameter.nbytes
+        return tuple(self._bytes(group) for group in members if group)
+
+    def _bytes(self, parameters: Sequence[Parameter]) -> _Bytes:
+        optimizer = self.facts.optimizer
+        updated = [
+            p for p in parameters if self.facts.trains and p.trainable and p.gradient is not None
+        ]
+        kept = [(p.span, optimizer.of(p.dtype)) for p in updated] if optimizer is not None else []
+        spans = list(pairwise(self.cuts))
+        unit = self.unit_bytes
+        return _Bytes(
+            parameters=sum(p.nbytes for p in parameters) / unit,
+            updated=sum(p.nbytes for p in updated) / unit,
+            gradients=sum(p.nbytes for p in updated) / unit,
+            states=sum(span * facts.state_bytes for span, facts in kept) / unit,
+            traffic=sum(span * facts.read_bytes for span, facts in kept) / unit,
+            reads=tuple(
+                sum(p.nbytes for p in parameters if any(low <= read < high for read in p.reads))
+                / unit
+                for low, high in spans
+            ),
+            complete=tuple(
+                sum(p.nbytes for p in updated if p.gradient is not None and p.gradient < cut) / unit
+                for cut in self.cuts
+            ),
+        )
+
+    def link(self, source: Tier, target: Tier) -> Link | None:
+        """A link with its rates in units."""
+        links = self.machine.links
+        found = next((x for x in links if (x.source, x.target) == (source, target)), None)
+        if found is None:
+            return None
+        return replace(
+            found,
+            bytes_per_s=found.bytes_per_s / self.unit_bytes,
+            shared_bytes_per_s=found.shared_bytes_per_s / self.unit_bytes,
+        )
+
+
+class _Programme:
+    """The linear programme of a forward and backward, with the update behind it or not."""
+
+    def __init__(self, task: _Task, *, accumulates: bool, updates: bool) -> None:
+        self.task = task
+        self.rows = _Rows()
+        rows, groups, cuts = self.rows, task.groups, len(task.cuts)
+        self.segments = cuts - 1
+        n = task.group.ranks
+        self.arena = rows.variable()
+        self.parameters = [rows.variable(most=g.parameters / n) for g in groups]
+        self.at_home = [rows.variable(most=g.gradients / n) for g in groups]  # gradients
+        self.states = [rows.variable(most=g.states / n) for g in groups]
+        self.x = [rows.variables(cuts, most=g.parameters) for g in groups]
+        self.r = [rows.variables(self.segments) for _ in groups]
+        self.u = [rows.variables(self.segments) for _ in groups]
+        self.w = [rows.variables(self.segments) for _ in groups]
+        self.old = [rows.variables(self.segments) for _ in groups]  # gradients read again
+        self.flying = [rows.variables(cuts) for _ in groups]  # gradients on their way
+        self.q = rows.variables(self.segments)
+        self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
+        self.total_sent = 0.0
+        self._memory(accumulates)
+        self._reads()
+        self._gradients(accumulates)
+        self._sends()
+        self._time()
+        if updates:
+            self._update()
+
+    def optimum(self) -> float:
+        return self.rows.optimum()
+
+    def _memory(self, accumulates: bool) -> None:
+        task = self.task
+        device = task.limits.device - task.facts.buffer_bytes - int(task.live.max(initial=0))
+        fixed = (*self.parameters, *self.at_home, *self.states, self.arena)
+        self.rows.at_most([(1.0, part) for part in fixed], max(0, device) / task.unit_bytes)
+        for k in range(len(task.cuts)):
+            terms = [(1.0, x[k]) for x in self.x] + [(1.0, flying[k]) for flying in self.flying]
+            self.rows.at_most([*terms, (-1.0, self.arena)], 0.0)
+        if not accumulates:  # the update has had the arena
+            for x in self.x:
+                self.rows.at_most([(1.0, x[0])], 0.0)
+
+    def _reads(self) -> None:
+        n, shared = self.task.group.ranks, self.task.group.shared
+        for g, group in enumerate(self.task.groups):
+            home = (1.0, self.parameters[g])
+            for k in range(self.segments):
+                before = (1.0, self.x[g][k])
+                gained = (-1.0, self.x[g][k + 1])
+                for needed, terms in ((group.reads[k], [before]), (0.0, [before, gained])):
+                    own = _scaled(terms, 1 / n)
+                    self.rows.at_least([(1.0, self.r[g][k]), *own, home], needed / n)
+                    others = _scaled(terms, (n - 1) / n)
+                    if shared:  # what is at home in memory is looked at where it is
+                        others.append((n - 1.0, self.parameters[g]))
+                    if n > 1:
+                        self.rows.at_least([(1.0, self.u[g][k]), *others], needed * (n - 1) / n)
+
+    def _gradients(self, accumulates: bool) -> None:
+        n = self.task.group.ranks
+        for g, group in enumerate(self.task.groups):
+            for k in range(self.segments):
+                kept = [(1.0, w) for w in self.w[g][: k + 1]]
+                kept += [(1.0, self.at_home[g]), (1.0, self.flying[g][k + 1])]
+                self.rows.at_least(kept, group.complete[k + 1] / n)
+                if accumulates:
+                    added = (group.complete[k + 1] - group.complete[k]) / n
+                    self.rows.at_least([(1.0, self.old[g][k]), (1.0, self.at_home[g])], added)
+
+    def _sends(self) -> None:
+        """Gradients go to the ranks that keep them, after they are complete."""
+        n = self.task.apart
+        if n == 1:
+            return
+        share = (n - 1) / n
+        for k in range(self.segments):
+            complete = sum(group.complete[k + 1] for group in self.task.groups)
+            self.rows.at_most([(1.0, q) for q in self.q[: k + 1]], share * complete)
+        self.total_sent = share * sum(group.gradients for group in self.task.groups)
+
+    def _time(self) -> None:
+        task = self.task
+        for k in range(self.segments):
+            low, high = task.cuts[k], task.cuts[k + 1]
+            compute_s = float(task.starts[high] - task.starts[low])
+            reads = [(1.0, of[k]) for part in (self.r, self.old) for of in part]
+            writes = [(1.0, w[k]) for w in self.w]
+            self._links(self.t[k], reads, writes, [(compute_s, None)])
+            self._peers(self.t[k], [(1.0, u[k]) for u in self.u], [(1.0, self.q[k])])
+
+    def _links(
+        self,
+        seconds: int,
+        reads: list[tuple[float, int]],
+        writes: list[tuple[float, int]],
+        compute: list[tuple[float, int | None]],
+    ) -> None:
+        """`seconds` hold the bytes over the links to the far tier, and the computation that they
+        slow down: `compute` are seconds, constant or for each unit of a variable."""
+        far = self.task.far
+        assert far is not None
+        into, back = self.task.link(far, Tier.DEVICE), self.task.link(Tier.DEVICE, far)
+        assert into is not None and back is not None
+        slowed = _scaled(reads, into.compute_share / into.bytes_per_s)
+        slowed += _scaled(writes, back.compute_share / back.bytes_per_s)
+        constant = sum(value for value, of in compute if of is None)
+        slowed += [(value, of) for value, of in compute if of is not None]
+        self.rows.at_least([(1.0, seconds), *_scaled(slowed, -1.0)], constant)
+        self._pair(seconds, reads, writes, into, back)
+
+    def _peers(
+        self, seconds: int, received: list[tuple[float, int]], sent: list[tuple[float, int]]
+    ) -> None:
+        into = self.task.link(Tier.PEERS, Tier.DEVICE)
+        back = self.task.link(Tier.DEVICE, Tier.PEERS)
+        if self.task.group.ranks > 1 and into is not None and back is not None:
+            self._pair(seconds, received, sent, into, back)
+
+    def _pair(
+        self,
+        seconds: int,
+        reads: list[tuple[float, int]],
+        writes: list[tuple[float, int]],
+        into: Link,
+        back: Link,
+    ) -> None:
+        """Both directions alone, and together: what fits in a second is the hull of (r, 0),
+        (r', w') and (0, w)."""
+        r, w = into.bytes_per_s, back.bytes_per_s
+        both_r = min(r, into.shared_bytes_per_s * r / (r + w))
+        both_w = min(w, back.shared_bytes_per_s * w / (r + w))
+        if both_r / r + both_w / w < 1:
+            both_r = both_w = 0.0
+        self.rows.at_least([(1.0, seconds), *_scaled(reads, -1 / r)], 0.0)
+        self.rows.at_least([(1.0, seconds), *_scaled(writes, -1 / w)], 0.0)
+        if not both_r:
+            together = [*_scaled(reads, -1 / r), *_scaled(writes, -1 / w)]
+            self.rows.at_least([(1.0, seconds), *together], 0.0)
+            return
+        # Through (r, 0) and (r', w'): R / r + W (r - r') / (r w'); and through (0, w) likewise.
+        for many, few, (rate, both), other in (
+            (reads, writes, (r, both_r), both_w),
+            (writes, reads, (w, both_w), both_r),
+        ):
+            slope = (rate - both) / (rate * other)
+            terms = [*_scaled(many, -1 / rate), *_scaled(few, -slope)]
+            self.rows.at_least([(1.0, seconds), *terms], 0.0)
+
+    def _update(self) -> None:
+        """The update behind the backward."""
+        rows, task, n = self.rows, self.task, self.task.group.ranks
+        stream = task.machine.stream_bytes_per_s / task.unit_bytes
+        host = task.machine.host_stream_bytes_per_s / task.unit_bytes
+        host = 0.0 if task.machine.unified else host
+        optimizer = task.facts.optimizer
+        each = n if optimizer is None or optimizer.elementwise else 1  # has so much less to do
+        seconds = rows.variable(cost=1.0)
+        reads: list[tuple[float, int]] = []
+        writes: list[tuple[float, int]] = []
+        compute: list[tuple[float, int | None]] = []
+        on_host: list[tuple[float, int]] = []
+        for g, group in enumerate(task.groups):
+            part = rows.variable(most=1.0 if host else 0.0)
+            read, write = rows.variable(), rows.variable()
+            changed = (group.updated + group.states) / n
+            everything = changed + group.gradients / n
+            homes = [(1.0, self.parameters[g]), (1.0, self.states[g])]
+            rows.at_least([(1.0, write), (changed, part), *homes], changed)
+            homes.append((1.0, self.at_home[g]))
+            rows.at_least([(1.0, read), (everything, part), *homes], everything)
+            for most, home in (
+                (group.parameters, self.parameters[g]),
+                (group.gradients, self.at_home[g]),
+                (group.states, self.states[g]),
+            ):
+                rows.at_most([(1.0, home), (most / n, part)], most / n)
+            late = rows.variable()  # gradients for the host that were still on their way
+            written = [(1.0, w) for w in self.w[g]]
+            rows.at_least([*written, (1.0, late), (-group.gradients / n, part)], 0.0)
+            reads.append((1.0, read))
+            writes += [(1.0, write), (1.0, late)]
+            device_s = group.traffic / each / stream
+            compute += [(device_s, None), (-device_s, part)]
+            if host:
+                on_host.append((group.traffic / each / host, part))
+        self._links(seconds, reads, writes, compute)
+        rows.at_least([(1.0, seconds), *_scaled(on_host, -1.0)], 0.0)
+        if task.apart > 1:
+            rest = rows.variable()
+            rows.at_least([(1.0, rest), *((1.0, q) for q in self.q)], self.total_sent)
+            self._peers(seconds, [], [(1.0, rest)])
+
+
+def _scaled(terms: Sequence[tuple[float, int]], factor: float) -> list[tuple[float, int]]:
+    return [(value * factor, column) for value, column in terms]
