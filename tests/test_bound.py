@@ -6,7 +6,7 @@ from scipy.optimize import linprog
 
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Group, Limits
-from elixir_fx.planner.bound import lower_bound_s, pair_s, update_compute_s
+from elixir_fx.planner.bound import lower_bound_s, pair_s, simple_bound_s, update_compute_s
 
 MIB = 1 << 20
 
@@ -43,9 +43,9 @@ def test_frozen_parameters_are_read_and_never_written():
     frozen = sum(p.nbytes for p in facts.parameters if not p.trainable)
     trained = 4 * sum(p.nbytes for p in facts.parameters if p.trainable)
     limits = Limits(device=facts.buffer_bytes + trained + 100, disk=1 << 40)
-    assert lower_bound_s(facts, slow_writes, limits) < 1
+    assert simple_bound_s(facts, slow_writes, limits) < 1
     none = Limits(device=facts.buffer_bytes + trained - MIB, disk=1 << 40)
-    assert lower_bound_s(facts, slow_writes, none) > 1e5
+    assert simple_bound_s(facts, slow_writes, none) > 1e5
     assert frozen > 0
 
 
@@ -70,10 +70,10 @@ def test_one_rank_of_many_moves_and_updates_its_part():
     """With no memory at all, and peers that cost nothing."""
     facts = gpt(2, 256, 100, 4, flops_per_s=1e18)
     limits = Limits(device=0, disk=1 << 40)
-    one = lower_bound_s(facts, cpu(), limits)
+    one = simple_bound_s(facts, cpu(), limits)
     for ranks in (2, 8, 64):
         group = Group(ranks=ranks, shared=True)
-        bound = lower_bound_s(facts, cpu().with_peers(), limits, group)
+        bound = simple_bound_s(facts, cpu().with_peers(), limits, group)
         assert bound - facts.compute_s == pytest.approx(
             (one - facts.compute_s) / ranks, rel=0.02, abs=1e-6
         )
@@ -86,9 +86,9 @@ def test_memory_of_all_ranks_together_counts():
         group = Group(ranks=ranks, shared=True)
         update_s = update_compute_s(facts, cpu()) / ranks
         enough = Limits(device=facts.buffer_bytes + whole // ranks + 1, disk=1 << 40)
-        assert lower_bound_s(facts, cpu(), enough, group) == facts.compute_s + update_s
+        assert simple_bound_s(facts, cpu(), enough, group) == facts.compute_s + update_s
         less = replace(enough, device=enough.device - MIB)
-        assert lower_bound_s(facts, cpu(), less, group) >= facts.compute_s + MIB / 2.2e9
+        assert simple_bound_s(facts, cpu(), less, group) >= facts.compute_s + MIB / 2.2e9
 
 
 def slow_peers():

@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
-from elixir_fx.planner.relaxation import relaxed_step_s
+from elixir_fx.planner.relaxation import relax
 
 PROVED = 1e-4  # a plan this close to a bound needs no better one
 
@@ -80,7 +80,7 @@ def lower_bound_s(
     simple_s = simple_bound_s(facts, machine, limits, group, micro_batches)
     if simple_s >= reached_s * (1 - PROVED):
         return simple_s
-    return max(simple_s, relaxed_step_s(facts, machine, limits, group, micro_batches))
+    return max(simple_s, relax(facts, machine, limits, group, micro_batches).step_s)
 
 
 def simple_bound_s(

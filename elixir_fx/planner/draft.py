@@ -2,23 +2,20 @@
 
 A `Choice` names what the search varies. `Drafter.draft` completes it:
 
-    1. everything is away, except what is pinned to the device           `_all_away`
-    2. parts that the arena cannot serve come home: parameters that do   `_serve_arena`
+    1. everything is away, except what is pinned to the device           `_least`
+    2. a share of the chunks that are wholly away is updated on the      `_to_host`
+       host, which then must have room for them
+    3. parts that the arena cannot serve come home: parameters that do   `_serve_arena`
        not fit the gather area, gradients larger than a block, states
        of parameters too large for the ring
-    3. parts that host and disk cannot hold come home                    `_serve_tiers`
-    4. what is left of the device budget is filled with parts, in the    `_fill`
+    4. parts that host and disk cannot hold come home                    `_serve_tiers`
+    5. what is left of the device budget is filled with parts, in the    `_fill`, order.Order
        order of the choice: this is where memory buys time
-    5. the parts away get tiers, the nearest first                       `_assign`
-    6. gathered chunks get their blocks and prefetches                   place.place
+    6. the parts away get tiers, the nearest first                       `_assign`
+    7. gathered chunks get their blocks and prefetches                   place.place
 
-`need_bytes` after step 3 is the least device memory of a choice; it does not depend on the
+`need_bytes` after step 4 is the least device memory of a choice; it does not depend on the
 device budget, which makes `smallest` and `search` agree.
-
-A byte of parameters at home saves two gathers, and a load and a store in the update; a byte
-of states a load and a store; a byte of gradients a store in the backward and a load. Hence
-the orders tried: parameters first, states and gradients after. Within a part chunks
-come in bit-reversed order, so that any number of them is spread evenly between the others.
 
 Of several ranks a part at home on the device is one rank's share, which is no ordinary tensor: its
 chunk is gathered all the same, from the peers or in place where the ranks share memory; and
@@ -27,12 +24,13 @@ they are at home.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Homes, Layout, Limits, align
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part
+from elixir_fx.planner.order import ORDERS, Item, Order, spread
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.place import (
     Stay,
@@ -46,11 +44,6 @@ from elixir_fx.planner.place import (
     uses,
 )
 
-Item = tuple[int, Part]  # a part of the chunk with this id
-
-# Orders in which parts come home: P parameters, F frozen parameters, S states, G gradients.
-ORDERS = ("PSFG", "PFSG", "PGSF", "SPGF", "PSGF")
-LETTERS = {Part.PARAMETERS: "P", Part.GRADIENTS: "G", Part.STATES: "S"}
 STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 
 
@@ -58,9 +51,11 @@ STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 class Choice:
     """One point of the search.
 
-    `ring` units fit the arena at least, `pieces` is how many the units are cut for. `first`
-    are chunks whose parameters come home before all others. `fill` False leaves the
-    device budget beyond the least memory unused.
+    `ring` units fit the arena at least, `pieces` is how many the units are cut for. Parts come
+    home in this order: those in `first`; of each part as many bytes as `quotas` say, and then
+    the rest, as `order` ranks them; never those in `never`. `on_host` is the share of the bytes
+    of trained chunks that is updated on the host. `fill` False leaves the device budget beyond
+    the least memory unused.
     """
 
     chunk_bytes: int
@@ -69,7 +64,10 @@ class Choice:
     ring: int = 2
     pieces: int = 4
     order: str = ORDERS[0]
-    first: tuple[int, ...] = ()
+    quotas: tuple[tuple[Part, int], ...] = ()
+    first: tuple[Item, ...] = ()
+    never: frozenset[Item] = frozenset()
+    on_host: float = 0.0
     fill: bool = True
 
 
@@ -81,6 +79,18 @@ class Draft:
     layout: Layout
     stays: tuple[Stay, ...]
     need_bytes: int
+
+
+@dataclass(kw_only=True)
+class _Parts:
+    """The parts that are away, and the chunks of these whose optimizer runs on the host."""
+
+    away: set[Item]
+    hosted: set[int] = field(default_factory=set)
+
+    def streams(self, chunk: int, part: Part) -> bool:
+        """Whether the update brings a part to the device and back."""
+        return (chunk, part) in self.away and chunk not in self.hosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,132 +174,170 @@ class Drafter:
             return True
         return part is Part.PARAMETERS and self._pin(chunk) is Tier.DEVICE
 
-    # Steps 1 to 3: the least that must be at home on the device.
+    # Steps 1 to 4: the least that must be at home on the device.
 
-    def _least(self, choice: Choice) -> set[Item] | None:
+    def _least(self, choice: Choice) -> _Parts | None:
         """The parts away when as few as possible are at home."""
-        away = set(self._items)
-        self._serve_arena(choice, away)
-        if not self._serve_tiers(choice, away) or not (away or self._many):
+        parts = _Parts(away=set(self._items))
+        self._to_host(choice, parts)
+        self._serve_arena(choice, parts)
+        if not self._serve_tiers(choice, parts) or not (parts.away or self._many):
             return None
-        return away
+        return parts
 
     @property
     def _many(self) -> bool:
         return self.footprint.group.ranks > 1
 
-    def _serve_arena(self, choice: Choice, away: set[Item]) -> None:
+    def _to_host(self, choice: Choice, parts: _Parts) -> None:
+        """Choose the chunks whose optimizer runs on the host: as large a share as the choice
+        says of those that may be, as far as the host has room for them."""
+        if not choice.on_host or not self._host_updates:
+            return
+        able = [
+            sizes
+            for sizes in self._sizes
+            if sizes.chunk.trainable
+            and all((sizes.chunk.id, part) in parts.away for part in Part if sizes.ordinary[part])
+        ]
+        wanted = choice.on_host * sum(sizes.chunk.share_bytes for sizes in able)
+        scratch = self.footprint.host_update_bytes(sizes.chunk.id for sizes in able)
+        room = self.limits.of(Tier.HOST) - scratch
+        for sizes in sorted(able, key=lambda sizes: -self._spread[sizes.chunk.id]):
+            needed = sum(sizes.packed.values())
+            if wanted < sizes.chunk.share_bytes / 2:
+                break
+            if needed > room:
+                continue
+            wanted -= sizes.chunk.share_bytes
+            room -= needed
+            parts.hosted.add(sizes.chunk.id)
+
+    @property
+    def _host_updates(self) -> bool:
+        """Whether an optimizer can run on the host."""
+        able = self.machine.host_stream_bytes_per_s > 0 and not self.machine.unified
+        return able and Tier.HOST in self._tiers
+
+    def _serve_arena(self, choice: Choice, parts: _Parts) -> None:
         arena = choice.arena_bytes
         for sizes in self._sizes:
             for part in (Part.STATES, Part.PARAMETERS, Part.GRADIENTS):
-                needed = choice.ring * self._away_bytes(away, sizes.chunk.id, sizes.widest)
+                needed = choice.ring * self._streamed_bytes(parts, sizes.chunk.id, sizes.widest)
                 if needed > arena:
-                    self._come_home(away, (sizes.chunk.id, part))
+                    self._come_home(parts, (sizes.chunk.id, part))
         while True:
-            block = self._gradient_block(away)
-            gathered = self._uses(away)
+            block = self._gradient_block(parts)
+            gathered = self._uses(parts)
             largest = max((use.nbytes for use in gathered), default=0)
             area = arena - choice.gradient_blocks * block
-            if largest <= area and self._core_bytes(away) <= area:
+            if largest <= area and self._core_bytes(parts) <= area:
                 return
             part, size = Part.PARAMETERS, largest
             if choice.gradient_blocks * block > arena // 2 or not largest:
                 part, size = Part.GRADIENTS, block
             if self._many:  # the gradients of every chunk need their block wherever they live
                 part, size = Part.PARAMETERS, largest
-            before = len(away)
-            for item in sorted(away):
+            before = len(parts.away)
+            for item in sorted(parts.away):
                 if item[1] is part and self._sizes[item[0]].chunk.nbytes >= size:
-                    self._come_home(away, item)
-            if len(away) == before:  # only pinned ones are left: they set the arena
+                    self._come_home(parts, item)
+            if len(parts.away) == before:  # only pinned ones are left: they set the arena
                 return
 
-    def _serve_tiers(self, choice: Choice, away: set[Item]) -> bool:
+    def _serve_tiers(self, choice: Choice, parts: _Parts) -> bool:
         """Bring parts home until host and disk hold the rest; whether they can."""
         room = sum(self.limits.of(tier) for tier in self._tiers)
-        total = sum(self._sizes[chunk].packed[part] for chunk, part in away)
-        for item in self._ordered(choice, away):
-            if total <= room and self._assign(away, choice) is not None:
+        total = sum(self._sizes[chunk].packed[part] for chunk, part in parts.away)
+        for item in self._ordered(choice, parts):
+            if total <= room and self._assign(parts) is not None:
                 return True
-            before = len(away)
-            self._come_home(away, item)
-            if len(away) < before:
+            before = len(parts.away)
+            self._come_home(parts, item)
+            if len(parts.away) < before:
                 total -= self._sizes[item[0]].packed[item[1]]
-        return self._assign(away, choice) is not None
+        return self._assign(parts) is not None
 
-    def _come_home(self, away: set[Item], item: Item) -> None:
-        if item not in self._bound_away:
-            away.discard(item)
+    def _come_home(self, parts: _Parts, item: Item) -> None:
+        if item not in self._bound_away and item in parts.away:
+            parts.away.remove(item)
+            parts.hosted.discard(item[0])
 
-    # Step 4: memory that is left.
+    # Step 5: memory that is left.
 
-    def _fill(self, choice: Choice, away: set[Item]) -> None:
+    def _fill(self, choice: Choice, parts: _Parts) -> None:
         """Bring parts home while the device has room, but never all of them."""
         for _ in range(3):  # parts at home can make the arena smaller, which makes room
-            room = self.limits.device - self._need(choice, away)
+            room = self.limits.device - self._need(choice, parts)
             taken = []
-            for item in self._ordered(choice, away):
+            for item in self._ordered(choice, parts):
                 size = self._sizes[item[0]].ordinary[item[1]]
-                last = len(away) == 1 and not self._many
-                if size <= room and item not in self._bound_away and not last:
+                last = len(parts.away) == 1 and not self._many
+                able = item not in self._bound_away and item[0] not in parts.hosted
+                if size <= room and able and not last:
                     room -= size
-                    away.discard(item)
+                    parts.away.discard(item)
                     taken.append(item)
-            while taken and self._need(choice, away) > self.limits.device:
-                away.add(taken.pop())
+            while taken and self._need(choice, parts) > self.limits.device:
+                parts.away.add(taken.pop())
             if not taken:
-                return
+                break
+        self._fill_whole(choice, parts)
 
-    def _ordered(self, choice: Choice, away: set[Item]) -> list[Item]:
+    def _fill_whole(self, choice: Choice, parts: _Parts) -> None:
+        """Bring chunks that are updated on the host home, with all their parts."""
+        for chunk in sorted(parts.hosted, key=lambda chunk: self._spread[chunk]):
+            items = [(chunk, part) for part in Part if (chunk, part) in parts.away]
+            kept = any(item in self._bound_away or item in choice.never for item in items)
+            if kept or len(items) == len(parts.away):
+                continue
+            parts.hosted.discard(chunk)
+            parts.away.difference_update(items)
+            if self._need(choice, parts) > self.limits.device:
+                parts.hosted.add(chunk)
+                parts.away.update(items)
+
+    def _ordered(self, choice: Choice, parts: _Parts) -> list[Item]:
         """Items in the order in which they come home."""
-        first = set(choice.first)
-        ranks = {part: choice.order.index(LETTERS[part]) for part in Part}
-        frozen = choice.order.index("F")
-        ranked = []
-        for chunk, part in away:
-            rank = ranks[part]
-            if part is Part.PARAMETERS and not self._sizes[chunk].chunk.trainable:
-                rank = frozen
-            urgent = chunk not in first or part is not Part.PARAMETERS
-            ranked.append((urgent, rank, self._spread[chunk], (chunk, part)))
-        return [item for *_, item in sorted(ranked)]
+        order = Order(
+            letters=choice.order, quotas=dict(choice.quotas), first=choice.first, never=choice.never
+        )
+        return order.of(parts.away, self._sizes, self._spread)
 
     @cached_property
     def _spread(self) -> tuple[int, ...]:
-        """Each chunk's rank, such that the first of any number lie evenly spread."""
-        count = len(self._sizes)
-        bits = max(1, (count - 1).bit_length())
-        order = [n for n in (int(f"{i:0{bits}b}"[::-1], 2) for i in range(1 << bits)) if n < count]
-        ranks = [0] * count
-        for rank, chunk in enumerate(order):
-            ranks[chunk] = rank
-        return tuple(ranks)
+        return spread(len(self._sizes))
 
-    # Step 5: tiers.
+    # Step 6: tiers.
 
     @cached_property
     def _tiers(self) -> tuple[Tier, ...]:
         return away_tiers(self.machine, self.limits)
 
-    def _assign(self, away: set[Item], choice: Choice) -> tuple[dict[Item, Tier], int] | None:
+    def _assign(self, parts: _Parts) -> tuple[dict[Item, Tier], int] | None:
         """A tier for every part away, and the staging bytes. None if they do not fit."""
         room = {tier: self.limits.of(tier) for tier in self._tiers}
-        total = sum(self._sizes[chunk].packed[part] for chunk, part in away)
+        total = sum(self._sizes[chunk].packed[part] for chunk, part in parts.away)
+        if parts.hosted:
+            room[Tier.HOST] -= self.footprint.host_update_bytes(parts.hosted)
         staging = 0
         bound_to_disk = any(
-            self._pin(self._sizes[c].chunk) == Tier.DISK for c, _ in away & self._bound_away
+            self._pin(self._sizes[c].chunk) == Tier.DISK for c, _ in parts.away & self._bound_away
         )
         if Tier.HOST in room and (total > room[Tier.HOST] or bound_to_disk):
-            staging = self._staging(away) if Tier.DISK in room else 0
+            staging = self._staging(parts) if Tier.DISK in room else 0
             room[Tier.HOST] -= staging
         tiers: dict[Item, Tier] = {}
-        parts = list(Part)
         rank = {part: i for i, part in enumerate((Part.PARAMETERS, Part.STATES, Part.GRADIENTS))}
-        assert len(rank) == len(parts)
-        for item in sorted(away, key=lambda i: (i not in self._bound_away, rank[i[1]], i[0])):
+        for item in sorted(
+            parts.away,
+            key=lambda i: (i[0] not in parts.hosted, i not in self._bound_away, rank[i[1]], i[0]),
+        ):
             chunk, part = item
             size = self._sizes[chunk].packed[part]
             pin = self._pin(self._sizes[chunk].chunk) if item in self._bound_away else None
+            if chunk in parts.hosted:
+                pin = Tier.HOST
             tier = next((t for t in room if size <= room[t] and pin in (None, t)), None)
             if tier is None:
                 return None
@@ -297,21 +345,20 @@ class Drafter:
             tiers[item] = tier
         return tiers, staging
 
-    def _staging(self, away: set[Item]) -> int:
+    def _staging(self, parts: _Parts) -> int:
         """Host memory between disk and device: a few blocks, but a quarter of the budget."""
-        block = max(self._sizes[chunk].packed[part] for chunk, part in away)
+        block = max(self._sizes[chunk].packed[part] for chunk, part in parts.away)
         return min(STAGING_BLOCKS * block, max(self.limits.host // 4, min(block, self.limits.host)))
 
     # The layout that homes make.
 
-    def _layout(self, choice: Choice, away: set[Item]) -> Layout | None:
+    def _layout(self, choice: Choice, parts: _Parts) -> Layout | None:
         """The layout of these homes, its gather area as large as the arena allows."""
-        group = self.footprint.group
-        assigned = self._assign(away, choice)
+        assigned = self._assign(parts)
         if assigned is None:
             return None
         tiers, staging = assigned
-        block = self._gradient_block(away)
+        block = self._gradient_block(parts)
         blocks = choice.gradient_blocks if block else 0
         packed = {
             tier: sum(self._sizes[c].packed[p] for (c, p), t in tiers.items() if t == tier)
@@ -319,49 +366,56 @@ class Drafter:
         }
         return Layout(
             chunks=tuple(
-                replace(sizes.chunk, homes=_homes(sizes.chunk.id, tiers)) for sizes in self._sizes
+                replace(
+                    sizes.chunk,
+                    homes=_homes(sizes.chunk.id, tiers),
+                    update=Tier.HOST if sizes.chunk.id in parts.hosted else Tier.DEVICE,
+                )
+                for sizes in self._sizes
             ),
-            gather_bytes=self._area(choice, away),
+            gather_bytes=self._area(choice, parts),
             gradient_blocks=blocks,
             gradient_block_bytes=block,
-            update_numel=self._update_numel(choice, away),
+            update_numel=self._update_numel(choice, parts),
             arena_bytes=0,
             host_bytes=packed[Tier.HOST],
             disk_bytes=packed[Tier.DISK],
             staging_bytes=staging,
-            group=group,
+            group=self.footprint.group,
         )
 
-    def _need(self, choice: Choice, away: set[Item]) -> int:
+    def _need(self, choice: Choice, parts: _Parts) -> int:
         """Device bytes of these homes with the choice's arena, at the step's peak."""
-        update_numel = self._update_numel(choice, away)
-        blocks = choice.gradient_blocks * self._gradient_block(away)
+        update_numel = self._update_numel(choice, parts)
+        blocks = choice.gradient_blocks * self._gradient_block(parts)
         beside = blocks if self.footprint.group.shared else 0
-        area = self._area(choice, away) + blocks - beside
-        arena = max(area, choice.ring * self._unit_bytes(away, update_numel))
-        return self._need_of(away, update_numel, arena + beside)
+        area = self._area(choice, parts) + blocks - beside
+        arena = max(area, choice.ring * self._unit_bytes(parts, update_numel))
+        return self._need_of(parts, update_numel, arena + beside)
 
-    def _area(self, choice: Choice, away: set[Item]) -> int:
+    def _area(self, choice: Choice, parts: _Parts) -> int:
         """Bytes of the gather area: what the arena leaves, or without `fill` the least."""
         if not choice.fill:
-            return self._core_bytes(away)
+            return self._core_bytes(parts)
         # Also where this graph reads none of them: another one may.
-        if not any(self._takes_block(sizes.chunk.id, away) for sizes in self._sizes):
+        if not any(self._takes_block(sizes.chunk.id, parts.away) for sizes in self._sizes):
             return 0
-        blocks = choice.gradient_blocks * self._gradient_block(away)
-        return max(choice.arena_bytes - blocks, self._core_bytes(set(self._bound_away)))
+        blocks = choice.gradient_blocks * self._gradient_block(parts)
+        bound = _Parts(away=set(self._bound_away))
+        return max(choice.arena_bytes - blocks, self._core_bytes(bound))
 
-    def _core_bytes(self, away: set[Item]) -> int:
+    def _core_bytes(self, parts: _Parts) -> int:
         """Bytes of the gather area without which no schedule works, of this graph or of one
         that reads what this one leaves idle (another branch): two such chunks at once."""
-        gathered = self._uses(away)
+        gathered = self._uses(parts)
         key = tuple(use.chunk for use in gathered)
         if key not in self._known_cores:
             self._known_cores[key] = core_bytes(gathered)
+        read = set(key)
         idle = sorted(
             align(sizes.chunk.nbytes)
             for sizes in self._sizes
-            if self._takes_block(sizes.chunk.id, away) and sizes.chunk.id not in key
+            if self._takes_block(sizes.chunk.id, parts.away) and sizes.chunk.id not in read
         )
         return max(self._known_cores[key], sum(idle[-2:]))
 
@@ -369,32 +423,32 @@ class Drafter:
     def _known_cores(self) -> dict[tuple[int, ...], int]:
         return {}
 
-    def _arena(self, choice: Choice, away: set[Item], layout: Layout) -> int:
+    def _arena(self, choice: Choice, parts: _Parts, layout: Layout) -> int:
         return max(
             layout.gather_bytes + layout.block_bytes - layout.shared_bytes,
-            choice.ring * self._unit_bytes(away, layout.update_numel),
+            choice.ring * self._unit_bytes(parts, layout.update_numel),
         )
 
-    def _need_of(self, away: set[Item], update_numel: int, arena: int) -> int:
-        constant = self._everything - sum(self._sizes[c].ordinary[p] for c, p in away)
-        states = {chunk for chunk, part in away if part is Part.STATES}
-        update = self.footprint.update_bytes(states, update_numel)
+    def _need_of(self, parts: _Parts, update_numel: int, arena: int) -> int:
+        constant = self._everything - sum(self._sizes[c].ordinary[p] for c, p in parts.away)
+        states = {chunk for chunk, part in parts.away if part is Part.STATES}
+        update = self.footprint.update_bytes(states, update_numel, parts.hosted)
         return constant + arena + max(self.footprint.live_peak, update)
 
     @cached_property
     def _everything(self) -> int:
         return self.footprint.constant([Homes()] * len(self._sizes))
 
-    def _uses(self, away: set[Item]) -> tuple[Use, ...]:
+    def _uses(self, parts: _Parts) -> tuple[Use, ...]:
         """Uses of the chunks that are gathered into blocks."""
-        return tuple(use for use in self._all_uses if self._takes_block(use.chunk, away))
+        return tuple(use for use in self._all_uses if self._takes_block(use.chunk, parts.away))
 
-    def _residents(self, away: set[Item]) -> tuple[Use, ...]:
+    def _residents(self, parts: _Parts) -> tuple[Use, ...]:
         """Uses of the chunks that are gathered where they are at home."""
         return tuple(
             use
             for use in self._all_uses
-            if self._sizes[use.chunk].chunk.sharded and not self._takes_block(use.chunk, away)
+            if self._sizes[use.chunk].chunk.sharded and not self._takes_block(use.chunk, parts.away)
         )
 
     def _takes_block(self, chunk: int, away: set[Item]) -> bool:
@@ -402,30 +456,31 @@ class Drafter:
             return True
         return self._sizes[chunk].chunk.sharded and not self.footprint.group.shared
 
-    def _gradient_block(self, away: set[Item]) -> int:
+    def _gradient_block(self, parts: _Parts) -> int:
         """A block takes the gradients of any chunk, also one that another graph trains."""
         if self._many:
             group = self.footprint.group
             trained = (s.chunk for s in self._sizes if s.chunk.trainable)
             return max((group.gradient_block_bytes(chunk) for chunk in trained), default=0)
         return max(
-            (self._sizes[chunk].packed[part] for chunk, part in away if part is Part.GRADIENTS),
+            (self._sizes[c].packed[part] for c, part in parts.away if part is Part.GRADIENTS),
             default=0,
         )
 
-    def _away_bytes(self, away: set[Item], chunk: int, sizes: Mapping[Part, int]) -> int:
+    def _streamed_bytes(self, parts: _Parts, chunk: int, sizes: Mapping[Part, int]) -> int:
+        """Bytes of these parts of a chunk that pass through the ring."""
         total = 0
         for part, size in sizes.items():
-            if (chunk, part) in away:
+            if parts.streams(chunk, part):
                 total += size
         return total
 
-    def _update_numel(self, choice: Choice, away: set[Item]) -> int:
+    def _update_numel(self, choice: Choice, parts: _Parts) -> int:
         """Elements of a unit: so many that `pieces` of the widest fit the arena."""
         if not any(sizes.chunk.share_numel for sizes in self._sizes):
             return 1
         per_element = max(
-            self._away_bytes(away, s.chunk.id, s.packed) / s.chunk.share_numel
+            self._streamed_bytes(parts, s.chunk.id, s.packed) / s.chunk.share_numel
             for s in self._sizes
             if s.chunk.share_numel
         )
@@ -434,17 +489,17 @@ class Drafter:
             return max(s.chunk.share_numel for s in self._sizes)
         return max(1, int(target / per_element))
 
-    def _unit_bytes(self, away: set[Item], update_numel: int) -> int:
-        """The largest unit's bytes away."""
+    def _unit_bytes(self, parts: _Parts, update_numel: int) -> int:
+        """The largest unit's bytes that pass through the ring."""
         largest = 0
-        for sizes in self._moving(away):
+        for sizes in self._moving(parts):
             unit = sizes.of(sizes.largest_unit(update_numel))
-            largest = max(largest, self._away_bytes(away, sizes.chunk.id, unit))
+            largest = max(largest, self._streamed_bytes(parts, sizes.chunk.id, unit))
         return largest
 
-    def _moving(self, away: set[Item]) -> Iterator[ChunkBytes]:
+    def _moving(self, parts: _Parts) -> Iterator[ChunkBytes]:
         """Chunks that the update streams."""
-        chunks = {chunk for chunk, _ in away}
+        chunks = {chunk for chunk, _ in parts.away} - parts.hosted
         return (s for s in self._sizes if s.chunk.id in chunks and s.chunk.trainable)
 
 

@@ -224,14 +224,17 @@ class Footprint:
         constant += layout.arena_bytes + layout.shared_bytes
         return constant + max(running, self.layout_update_bytes(layout))
 
-    def update_bytes(self, states_away: Container[int], update_numel: int) -> int:
+    def update_bytes(
+        self, states_away: Container[int], update_numel: int, hosted: Container[int] = ()
+    ) -> int:
         """Device bytes that a streamed update needs beside constant and arena: scratch of one
-        unit and, on the first step, its new states before they leave."""
+        unit and, on the first step, its new states before they leave. `hosted` are chunks that
+        are updated on the host."""
         if not self.facts.trains:
             return 0
         peak = 0
         for sizes in self.sizes:
-            if sizes.chunk.trainable:
+            if sizes.chunk.trainable and sizes.chunk.id not in hosted:
                 per_element = sizes.optimizer.scratch_bytes
                 if sizes.chunk.id in states_away or sizes.chunk.sharded:
                     per_element += sizes.optimizer.state_bytes
@@ -255,13 +258,29 @@ class Footprint:
         if layout.keeps_all:
             return self.kept_update_bytes
         states_away = {c.id for c in layout.chunks if c.homes.states != Tier.DEVICE}
-        return self.update_bytes(states_away, layout.update_numel)
+        return self.update_bytes(states_away, layout.update_numel, _hosted(layout))
+
+    def host_update_bytes(self, hosted: Iterable[int]) -> int:
+        """Host bytes that an update there needs beside the homes: scratch and new states of the
+        largest chunk, which may be one unit."""
+        updated = [self.sizes[chunk] for chunk in hosted]
+        facts = [(sizes.elements, sizes.optimizer) for sizes in updated]
+        return max((n * (one.scratch_bytes + one.state_bytes) for n, one in facts), default=0)
+
+    def host_peak(self, layout: Layout) -> int:
+        """Host bytes of a layout at the step's peak."""
+        return layout.host_bytes + layout.staging_bytes + self.host_update_bytes(_hosted(layout))
 
     def largest_at(self, position: int, count: int = 5) -> tuple[tuple[str, int], ...]:
         """The largest live storages at a position, for people."""
         there = [s for s, dies in self.last_deaths if s.born <= position <= dies]
         there.sort(key=lambda storage: (-storage.nbytes, storage.name))
         return tuple((title(storage), storage.nbytes) for storage in there[:count])
+
+
+def _hosted(layout: Layout) -> set[int]:
+    """The chunks that are updated on the host."""
+    return {chunk.id for chunk in layout.chunks if chunk.update is Tier.HOST}
 
 
 def live_peak_bytes(facts: Facts) -> int:

@@ -102,8 +102,8 @@ class _Rows:
         """sum of the terms >= bound"""
         self.at_most([(-value, column) for value, column in terms], -bound)
 
-    def optimum(self) -> float:
-        """The least cost; 0 if the solver has none."""
+    def solve(self) -> NDArray[np.float64] | None:
+        """Values of the variables at the least cost; None if the solver finds none."""
         shape = (len(self.bounds), len(self.costs))
         solved = linprog(
             self.costs,
@@ -112,24 +112,41 @@ class _Rows:
             bounds=[(0.0, most) for most in self.most],
             method="highs",
         )
-        return float(solved.fun) * (1 - SAFETY) if solved.status == 0 else 0.0
+        return np.asarray(solved.x, dtype=np.float64) if solved.status == 0 else None
 
 
-def relaxed_step_s(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relaxed:
+    """An optimum of the relaxation: seconds of a step, bytes of each part at home on the device
+    of a rank, bytes of the arena, and the share of what is updated that the host updates."""
+
+    step_s: float = 0.0
+    parameters_bytes: int = 0
+    gradients_bytes: int = 0
+    states_bytes: int = 0
+    arena_bytes: int = 0
+    on_host: float = 0.0
+
+
+NOTHING = Relaxed()  # where there is no programme, or no optimum: it claims nothing
+
+
+def relax(
     facts: Facts,
     machine: Machine,
     limits: Limits,
     group: Group = ONE_RANK,
     micro_batches: int = 1,
-) -> float:
-    """Seconds that one steady step takes at least, by the relaxation; 0 if it says nothing."""
+) -> Relaxed:
+    """The relaxation's optimum for one steady step."""
     task = _Task(facts=facts, machine=machine, limits=limits, group=group)
     if not task.groups or task.far is None:
-        return 0.0
+        return NOTHING
     last = _Programme(task, accumulates=micro_batches > 1, updates=facts.trains).optimum()
     if micro_batches == 1 or not facts.trains:
         return last
-    return (micro_batches - 1) * _Programme(task, accumulates=True, updates=False).optimum() + last
+    before = _Programme(task, accumulates=True, updates=False).optimum()
+    return replace(last, step_s=last.step_s + (micro_batches - 1) * before.step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,6 +289,8 @@ class _Programme:
         self.flying = [rows.variables(cuts) for _ in groups]  # gradients on their way
         self.q = rows.variables(self.segments)
         self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
+        able = task.machine.host_stream_bytes_per_s and not task.machine.unified and updates
+        self.on_host = [rows.variable(most=1.0 if able else 0.0) for _ in groups]
         self.total_sent = 0.0
         self._memory(accumulates)
         self._reads()
@@ -281,8 +300,28 @@ class _Programme:
         if updates:
             self._update()
 
-    def optimum(self) -> float:
-        return self.rows.optimum()
+    def optimum(self) -> Relaxed:
+        values = self.rows.solve()
+        if values is None:
+            return NOTHING
+        unit = self.task.unit_bytes
+
+        def nbytes(variables: Sequence[int]) -> int:
+            return int(sum(float(values[one]) for one in variables) * unit)
+
+        updated = sum(group.updated for group in self.task.groups)
+        hosted = sum(
+            group.updated * float(values[part])
+            for group, part in zip(self.task.groups, self.on_host, strict=True)
+        )
+        return Relaxed(
+            step_s=float(np.dot(values, self.rows.costs)) * (1 - SAFETY),
+            parameters_bytes=nbytes(self.parameters),
+            gradients_bytes=nbytes(self.at_home),
+            states_bytes=nbytes(self.states),
+            arena_bytes=nbytes([self.arena]),
+            on_host=hosted / updated if updated else 0.0,
+        )
 
     def _memory(self, accumulates: bool) -> None:
         task = self.task
@@ -407,7 +446,6 @@ class _Programme:
         rows, task, n = self.rows, self.task, self.task.group.ranks
         stream = task.machine.stream_bytes_per_s / task.unit_bytes
         host = task.machine.host_stream_bytes_per_s / task.unit_bytes
-        host = 0.0 if task.machine.unified else host
         optimizer = task.facts.optimizer
         each = n if optimizer is None or optimizer.elementwise else 1  # has so much less to do
         seconds = rows.variable(cost=1.0)
@@ -416,7 +454,7 @@ class _Programme:
         compute: list[tuple[float, int | None]] = []
         on_host: list[tuple[float, int]] = []
         for g, group in enumerate(task.groups):
-            part = rows.variable(most=1.0 if host else 0.0)
+            part = self.on_host[g]
             read, write = rows.variable(), rows.variable()
             changed = (group.updated + group.states) / n
             everything = changed + group.gradients / n
@@ -437,7 +475,7 @@ class _Programme:
             writes += [(1.0, write), (1.0, late)]
             device_s = group.traffic / each / stream
             compute += [(device_s, None), (-device_s, part)]
-            if host:
+            if host and not task.machine.unified:
                 on_host.append((group.traffic / each / host, part))
         self._links(seconds, reads, writes, compute)
         rows.at_least([(1.0, seconds), *_scaled(on_host, -1.0)], 0.0)

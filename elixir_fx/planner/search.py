@@ -12,24 +12,33 @@ Last stage of the planner, and its main door: `search`, `schedule`, `smallest`.
                 position
     and         step_s >= lower_bound_s              bound.lower_bound_s
 
-If everything fits on the device, that is the plan: nothing beats it. Otherwise `_survey`
-tries every chunk size with every arena size, `_vary` changes one property of the best choices
-at a time, and `_relieve` brings home the chunks that the step waits for. A choice is not
-played if its update alone cannot beat the best so far (`_hopeless`). All are bounded by
-counts; there is no clock and no chance in it.
+If everything fits on the device, that is the plan: nothing beats it. Otherwise
+
+    `_guided`   tries what the relaxation's optimum would have at home and on the host, as nearly
+                as whole chunks can, with every chunk size
+    `_survey`   tries every chunk size with every arena size
+    `_vary`     changes one property of the best choices at a time
+    `_relieve`  brings home the chunks that the step waits for
+    `_exchange` keeps single parts home or away, where there are few or the bound is far
+
+A search ends as soon as a plan is as fast as the bound allows. A choice is not played if its
+update alone cannot beat the best so far (`_hopeless`). All are bounded by counts; there is no
+clock and no chance in it.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner.bound import pair_s, update_compute_s
-from elixir_fx.planner.draft import ORDERS, Choice, Draft
-from elixir_fx.planner.footprint import Footprint, Part, away
+from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
+from elixir_fx.planner.draft import Choice, Draft
+from elixir_fx.planner.footprint import Footprint, Part, away, home
 from elixir_fx.planner.forecast import Player, Timing
+from elixir_fx.planner.order import ORDERS
 from elixir_fx.planner.place import (
     Stay,
     core_bytes,
@@ -39,12 +48,16 @@ from elixir_fx.planner.place import (
     resident,
     uses,
 )
-from elixir_fx.planner.space import Space, make_schedule, round_up
+from elixir_fx.planner.relaxation import Relaxed, relax
+from elixir_fx.planner.space import Space, make_schedule, nearest, round_up
 from elixir_fx.units import sizes
 
 FINALISTS = 3  # choices of the survey that are varied
 ROUNDS = 3  # of changes, while they help
 RELIEVED = 10  # chunks brought home because the step waits for them
+GUIDED_ARENAS = 3  # arena sizes near the relaxation's
+EXCHANGES = 8  # rounds of keeping single parts home or away
+FEW_CHUNKS = 16  # up to which every part is tried
 RINGS = (1, 2)  # places in the ring that the survey tries where there is little room
 
 
@@ -154,16 +167,58 @@ class _Search:
     def best(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
-        self._survey()
-        for finalist in self.played[:FINALISTS]:
-            self._vary(finalist)
-        self._relieve()
+        for stage in (self._guided, self._survey, self._vary_best, self._relieve, self._exchange):
+            if self._proved:
+                break
+            stage()
         return self.played[0].draft
 
-    def _survey(self) -> None:
+    @cached_property
+    def _relaxed(self) -> Relaxed:
+        space = self.space
+        return relax(space.facts, space.machine, space.limits, space.group, space.micro_batches)
+
+    @property
+    def _proved(self) -> bool:
+        """Whether nothing can be faster than the best so far."""
+        return bool(self.played) and self.played[0].timing.step_s <= self._relaxed.step_s * (
+            1 + PROVED
+        )
+
+    @property
+    def _shares(self) -> tuple[float, ...]:
+        """How much of the update to try on the host."""
+        machine = self.space.machine
+        if machine.unified or not machine.host_stream_bytes_per_s:
+            return (0.0,)
+        return tuple(sorted({0.0, round(self._relaxed.on_host, 3), 1.0}))
+
+    def _guided(self) -> None:
+        """What the relaxation keeps at home, and how much of it is updated on the host."""
+        relaxed = self._relaxed
+        quotas = (
+            (Part.PARAMETERS, relaxed.parameters_bytes),
+            (Part.GRADIENTS, relaxed.gradients_bytes),
+            (Part.STATES, relaxed.states_bytes),
+        )
         for size in self.space.chunk_sizes:
-            for arena in self.space.arenas(size):
-                self._try(Choice(chunk_bytes=size, arena_bytes=arena))
+            for arena in nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS):
+                for order in (ORDERS[0], ORDERS[2]):
+                    self._try(
+                        Choice(
+                            chunk_bytes=size,
+                            arena_bytes=arena,
+                            quotas=quotas,
+                            order=order,
+                            on_host=relaxed.on_host,
+                        )
+                    )
+
+    def _survey(self) -> None:
+        for share in self._shares:
+            for size in self.space.chunk_sizes:
+                for arena in self.space.arenas(size):
+                    self._try(Choice(chunk_bytes=size, arena_bytes=arena, on_host=share))
         if len(self.played) <= FINALISTS:  # little room: the thriftiest ways as well
             for size in self.space.chunk_sizes:
                 for arena in self.space.arenas(size):
@@ -174,17 +229,71 @@ class _Search:
                             )
                         )
 
+    def _vary_best(self) -> None:
+        for finalist in self.played[:FINALISTS]:
+            self._vary(finalist)
+
     def _vary(self, start: _Played) -> None:
         """Change one property at a time, from the best that came of the last change."""
         current = start
         for _ in range(ROUNDS):
             before = current.timing.step_s
-            for choice in _changes(current.draft.choice):
+            for choice in self._changes(current.draft.choice):
                 other = self._try(choice)
                 if other is not None and other.timing.step_s < current.timing.step_s:
                     current = other
             if current.timing.step_s >= before * 0.999:
                 return
+
+    def _changes(self, choice: Choice) -> Iterator[Choice]:
+        """Choices that differ in one property."""
+        for pieces in (2, 3, 4, 6, 8, 16):
+            yield replace(choice, pieces=pieces, fill=True)
+        for ring in (1, 2, 3):
+            yield replace(choice, ring=ring, fill=True)
+        for blocks in (1, 2, 3):
+            yield replace(choice, gradient_blocks=blocks, fill=True)
+        for order in ORDERS:
+            yield replace(choice, order=order, fill=True)
+        for factor in (0.8, 0.9, 1.12, 1.25):
+            yield replace(choice, arena_bytes=int(choice.arena_bytes * factor), fill=True)
+        for index, (part, nbytes) in enumerate(choice.quotas):
+            for factor in (0.0, 0.8, 1.25):
+                changed = (part, int(nbytes * factor))
+                quotas = (*choice.quotas[:index], changed, *choice.quotas[index + 1 :])
+                yield replace(choice, quotas=quotas, fill=True)
+        if choice.quotas:
+            yield replace(choice, quotas=(), fill=True)
+        if len(self._shares) > 1:
+            for step in (-0.25, -0.1, -0.04, 0.04, 0.1, 0.25):
+                share = round(min(1.0, max(0.0, choice.on_host + step)), 3)
+                yield replace(choice, on_host=share, fill=True)
+
+    def _exchange(self) -> None:
+        """Keep single parts home or away, from the best choice, while that helps; all of them
+        where there are few, else those that the step waits for most."""
+        for _ in range(EXCHANGES):
+            best = self.played[0]
+            for choice in self._exchanges(best):
+                self._try(choice)
+                if self._proved:
+                    return
+            if self.played[0] is best:
+                return
+
+    def _exchanges(self, best: _Played) -> Iterator[Choice]:
+        choice, chunks = best.draft.choice, best.draft.layout.chunks
+        if len(chunks) > FEW_CHUNKS:
+            return
+        for chunk in chunks:
+            for part in Part:
+                item = (chunk.id, part)
+                others = tuple(one for one in choice.first if one != item)
+                if home(chunk.homes, part) is Tier.DEVICE:
+                    yield replace(choice, first=others, never=choice.never | {item}, fill=True)
+                else:
+                    never = choice.never - {item}
+                    yield replace(choice, first=(item, *others), never=never, fill=True)
 
     def _relieve(self) -> None:
         """Bring home the chunk that the best plan waits for longest, while that helps."""
@@ -196,7 +305,7 @@ class _Search:
                 return
             chunk = max(waits, key=lambda chunk: (waits[chunk], -chunk))
             choice = best.draft.choice
-            self._try(replace(choice, first=(*choice.first, chunk), fill=True))
+            self._try(replace(choice, first=(*choice.first, (chunk, Part.PARAMETERS)), fill=True))
             if self.played[0] is best:
                 refused.add(chunk)
 
@@ -225,7 +334,7 @@ class _Search:
         loads = stores = gradients = 0
         footprint = self.space.players[choice.chunk_bytes].footprint
         for chunk, size in zip(layout.chunks, footprint.sizes, strict=True):
-            if chunk.id in footprint.reduces:
+            if chunk.id in footprint.reduces and chunk.update is Tier.DEVICE:
                 moving = away(chunk.homes, size.packed)
                 gradient = size.packed[Part.GRADIENTS]
                 gradient = gradient if chunk.homes.gradients != Tier.DEVICE else 0
@@ -237,20 +346,6 @@ class _Search:
         copy_s = 2 * gradients / machine.stream_bytes_per_s
         compute_s = self.space.micro_batches * self.space.facts.compute_s
         return compute_s + copy_s + update_s > self.played[0].timing.step_s
-
-
-def _changes(choice: Choice) -> Iterator[Choice]:
-    """Choices that differ in one property."""
-    for pieces in (2, 3, 4, 6, 8, 16):
-        yield replace(choice, pieces=pieces, fill=True)
-    for ring in (1, 2, 3):
-        yield replace(choice, ring=ring, fill=True)
-    for blocks in (1, 2, 3):
-        yield replace(choice, gradient_blocks=blocks, fill=True)
-    for order in ORDERS:
-        yield replace(choice, order=order, fill=True)
-    for factor in (0.8, 0.9, 1.12, 1.25):
-        yield replace(choice, arena_bytes=int(choice.arena_bytes * factor), fill=True)
 
 
 def _too_large(made: Schedule, machine: Machine, limits: Limits, peak: int) -> str:

@@ -6,7 +6,8 @@ depend on the step and not on the device budget, so the least memory of any choi
 `smallest` answers and what `search` accepts.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -217,6 +218,12 @@ def make_schedule(
         else tuple(Reduce(chunk=chunk, after=facts.nodes[after]) for chunk, after in reduces),
         forecast=forecast(player, layout, stays, limits),
     )
+
+
+def nearest(sizes: Sequence[int], wanted: int, count: int) -> list[int]:
+    """The `count` sizes nearest to `wanted`, as factors."""
+    far = sorted(sizes, key=lambda size: abs(math.log(max(size, 1) / max(wanted, 1))))
+    return far[:count]
 
 
 def round_up(nbytes: int) -> str:
