@@ -6,12 +6,15 @@ forecast of doing so). The planner makes it, the rewrite passes carry it out.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
+
+T = TypeVar("T")
 
 VERSION = 3
 ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
@@ -224,6 +227,19 @@ class Layout:
         """Bytes of the gradient blocks where they are memory of their own, which other ranks
         look at, and not a part of the arena."""
         return self.block_bytes if self.group.shared else 0
+
+
+def merged(some: Sequence[T], others: Sequence[T]) -> list[T]:
+    """Both sequences in one, each in its order, so mixed that of both about the same part has
+    come at any point. The order in which units of the device's update and of the host's run."""
+    found: list[T] = []
+    rest = list(others)
+    for index, one in enumerate(some):
+        found.append(one)
+        until = len(others) * (index + 1) // len(some)
+        while len(rest) > len(others) - until:
+            found.append(rest.pop(0))
+    return [*found, *rest]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -251,7 +251,7 @@ class _Search:
             yield replace(choice, pieces=pieces, fill=True)
         for ring in (1, 2, 3):
             yield replace(choice, ring=ring, fill=True)
-        for blocks in (1, 2, 3):
+        for blocks in (1, 2, 3, 4, 6):
             yield replace(choice, gradient_blocks=blocks, fill=True)
         for order in ORDERS:
             yield replace(choice, order=order, fill=True)
@@ -332,7 +332,8 @@ class _Search:
         machine = self.space.machine
         far = Tier.DISK if machine.unified else Tier.HOST
         loads = stores = gradients = 0
-        footprint = self.space.players[choice.chunk_bytes].footprint
+        player = self.space.players[choice.chunk_bytes]
+        footprint = player.footprint
         for chunk, size in zip(layout.chunks, footprint.sizes, strict=True):
             if chunk.id in footprint.reduces and chunk.update is Tier.DEVICE:
                 moving = away(chunk.homes, size.packed)
@@ -344,7 +345,7 @@ class _Search:
         update_s = pair_s(machine, Tier.DEVICE, far, loads, stores)
         update_s = max(update_s, update_compute_s(self.space.facts, machine))
         copy_s = 2 * gradients / machine.stream_bytes_per_s
-        compute_s = self.space.micro_batches * self.space.facts.compute_s
+        compute_s = self.space.micro_batches * player.starts[-1]
         return compute_s + copy_s + update_s > self.played[0].timing.step_s
 
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Layout
+from elixir_fx.plan import Chunk, Layout, merged
 from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.wires import Wires, route
 
@@ -53,7 +53,7 @@ class Update:
         """Pass the time that it takes; `writes` are the events of gradients reaching home."""
         for event in writes:
             self._wires.wait(event)
-        following = [unit for chunk in self._layout.chunks for unit in self._units(chunk)]
+        following = self._in_order()
         streamed = deque(unit for unit in following if unit.nbytes)
         ahead: _Unit | None = None
         for current in following:
@@ -97,6 +97,14 @@ class Update:
     def _wait(self, events: list[int] | None) -> None:
         for event in events or ():
             self._wires.wait(event)
+
+    def _in_order(self) -> list[_Unit]:
+        """All units: those of the device and those of the host in the order of their chunks, so
+        mixed that both get on equally far."""
+        by_place: dict[bool, list[_Unit]] = {True: [], False: []}
+        for chunk in self._layout.chunks:
+            by_place[chunk.update is Tier.HOST] += self._units(chunk)
+        return merged(by_place[False], by_place[True])
 
     def _units(self, chunk: Chunk) -> list[_Unit]:
         if chunk.id not in self._footprint.reduces:
