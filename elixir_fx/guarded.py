@@ -307,6 +307,6 @@ class GuardedSession(Session):
         old.close()
         if binding is not None:
             binding.engine = new
-            new.state_bytes = partial(ordinary_state_bytes, binding.optimizer)
+            new.state_bytes = partial(ordinary_state_bytes, binding.optimizer, new)
         self.start(new)
         return True

@@ -41,7 +41,7 @@ from elixir_fx.facts import Facts, OptimizerFacts
 from elixir_fx.joint import EAGER, Tracing
 from elixir_fx.kernels import Boxed, Kernels
 from elixir_fx.lowering import Admitted, Lowering, compute_device
-from elixir_fx.machine import Machine
+from elixir_fx.machine import Machine, Tier
 from elixir_fx.pipeline import PIPELINE
 from elixir_fx.plan import Plan
 from elixir_fx.report.progress import Progress
@@ -354,7 +354,10 @@ class Session:
         optimizer = self.lowering.optimizer
         if optimizer is None:
             return 0
-        spans = [piece.span for chunk in plan.layout.chunks for piece in chunk.slices]
+        here = [chunk for chunk in plan.layout.chunks if chunk.update is Tier.DEVICE]
+        if not here:
+            return 0
+        spans = [piece.span for chunk in here for piece in chunk.slices]
         elements = max([plan.layout.update_numel, *spans])
         return elements * (optimizer.scratch_bytes + optimizer.state_bytes)
 
@@ -372,7 +375,7 @@ class Session:
             self.binding = None
         self.binding = bind(optimizer, self.engine)
         self._optimizer = optimizer
-        self.engine.state_bytes = partial(ordinary_state_bytes, optimizer)
+        self.engine.state_bytes = partial(ordinary_state_bytes, optimizer, self.engine)
         self._step_hook = optimizer.register_step_post_hook(lambda *_: self.end_step())
 
     def end_step(self) -> None:
@@ -457,12 +460,14 @@ def trained(model: nn.Module) -> set[torch.dtype]:
     return {p.dtype for p in model.parameters() if p.requires_grad}
 
 
-def ordinary_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the optimizer's states that are ordinary tensors; scalars, such as the number
-    of steps, are not counted, by the planner neither."""
+def ordinary_state_bytes(optimizer: torch.optim.Optimizer, engine: Engine) -> int:
+    """Device bytes of the optimizer's states that are ordinary tensors; scalars, such as the
+    number of steps, are not counted, by the planner neither."""
+    on_host = {parameter for parameter, entry in engine.entries.items() if entry.on_host}
     return sum(
         value.nbytes
-        for state in optimizer.state.values()
+        for parameter, state in optimizer.state.items()
+        if parameter not in on_host
         for value in state.values()
         if isinstance(value, Tensor) and value.ndim and not isinstance(value, AwayTensor)
     )

@@ -58,14 +58,16 @@ def emulated(
     disk_latency_s: float = 100e-6,
     flops_per_s: float = 1e11,
     stream_bytes_per_s: float = 2e10,
+    host_stream_bytes_per_s: float = 0.0,
 ) -> Machine:
     """An accelerator with `device_memory` bytes of its own, played on this machine's CPU.
 
     The link between host and device has `bytes_per_s` each way, both at once if `duplex`. The
     disk is this machine's real one and half duplex; its rates are only what a planner believes.
     disk <-> device stands for the way through the host. Rates are those of float32; bfloat16
-    and float16 have twice as many flops. Nothing is measured: the same arguments make an equal
-    machine.
+    and float16 have twice as many flops. With `host_stream_bytes_per_s`, the rate of an optimizer
+    there, a plan may have chunks updated on the host. Nothing is measured: the same arguments
+    make an equal machine.
     """
     host, device, disk = Tier.HOST, Tier.DEVICE, Tier.DISK
     both_bytes_per_s = bytes_per_s * (2 if duplex else 1)
@@ -89,7 +91,7 @@ def emulated(
     return Machine(
         name="emulated",
         fingerprint=f"emulated-{bytes_per_s:g}-{latency_s:g}-{duplex}-{disk_bytes_per_s:g}"
-        f"-{flops_per_s:g}-{stream_bytes_per_s:g}",
+        f"-{flops_per_s:g}-{stream_bytes_per_s:g}-{host_stream_bytes_per_s:g}",
         device="cpu",
         emulated=True,
         memory={device: device_memory, host: host_memory, disk: disk_memory},
@@ -100,6 +102,7 @@ def emulated(
             "float16": 2 * flops_per_s,
         },
         stream_bytes_per_s=stream_bytes_per_s,
+        host_stream_bytes_per_s=host_stream_bytes_per_s,
     )
 
 

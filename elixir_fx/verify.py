@@ -9,7 +9,8 @@ Checked, by the numbers of the design's laws:
 1  every read of an away parameter reads that parameter, through a gather of its own phase
 2  no read of a chunk, or of a view of it, outside gather .. release; every gather is released
 3  no gathered weight crosses from forward to backward
-4  at no position do the planned bytes exceed the budget (verify_memory)
+4  at no position do the planned bytes exceed the budget (verify_memory), and what is updated on
+   the host is at home there
 5  a block is written (from its prefetch on) only while no other stay uses those bytes
 10 slices of a chunk start at multiples of 64 elements, and do not meet
 11 every gradient of a reduced chunk passes its reduce exactly once
@@ -24,6 +25,7 @@ from torch import fx
 
 from elixir_fx import ops
 from elixir_fx.errors import VerifyError
+from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Gather, Plan, Slice
 from elixir_fx.step import (
     Reference,
@@ -56,6 +58,7 @@ def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
         walk.end()
     if complete:
         _slices(plan)
+        _updates(plan)
         _away_parameters(step, plan)
         _same_reads(step)
         _gradients(step, plan)
@@ -289,6 +292,29 @@ def _slices(plan: Plan) -> None:
         for one, other in pairwise(sorted(chunk.slices, key=lambda piece: piece.offset)):
             if other.offset < one.offset + one.span:
                 raise VerifyError(f"{one.path!r} and {other.path!r} meet in chunk {chunk.id}")
+
+
+def _updates(plan: Plan) -> None:
+    """What is updated on the host is at home there, all of it."""
+    for chunk in plan.layout.chunks:
+        if chunk.update is Tier.DEVICE:
+            continue
+        who = f"chunk {chunk.id} ({chunk.title})"
+        if chunk.update is not Tier.HOST:
+            raise VerifyError(f"{who} is updated on {chunk.update}, where no optimizer runs")
+        if not chunk.trainable:
+            raise VerifyError(f"{who} is updated on the host, and nothing of it is trained")
+        homes = chunk.homes
+        for part, home in (
+            ("parameters", homes.parameters),
+            ("gradients", homes.gradients),
+            ("optimizer states", homes.states),
+        ):
+            if home is not Tier.HOST:
+                raise VerifyError(
+                    f"{who} is updated on the host, and its {part} are at home on {home}: they "
+                    "must be at home on the host too"
+                )
 
 
 def _away_parameters(step: StepGraph, plan: Plan) -> None:

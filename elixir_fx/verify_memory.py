@@ -2,7 +2,8 @@
 
 At every position the device holds what always stays (parameters, gradients and states at home
 there, buffers, the arena) and what is alive of the graph's own results; during the update, what
-always stays and the largest unit. Not the planner's count: this one walks the nodes.
+always stays and the largest unit; the host its homes, the staging memory and the largest unit
+that is updated there. Not the planner's count: this one walks the nodes.
 """
 
 from collections import Counter
@@ -30,7 +31,7 @@ def budget(step: StepGraph, plan: Plan) -> None:
     """VerifyError where the step holds more than a tier's budget, or the arena less than it
     must."""
     _arena(step, plan)
-    _away_bytes(plan)
+    _away_bytes(step, plan)
     constant = _constant_bytes(step, plan)
     born, died = _allocations(step)
     live = 0
@@ -39,7 +40,7 @@ def budget(step: StepGraph, plan: Plan) -> None:
         _check(f"at {node.name}", constant, live, plan)
         live -= died[node]
     if step.trains:
-        _check("in the update", constant, _update_bytes(step, plan), plan)
+        _check("in the update", constant, _update_bytes(step, plan, Tier.DEVICE), plan)
 
 
 def _check(when: str, constant: int, live: int, plan: Plan) -> None:
@@ -52,7 +53,7 @@ def _check(when: str, constant: int, live: int, plan: Plan) -> None:
 
 
 def _arena(step: StepGraph, plan: Plan) -> None:
-    """The arena holds the gather cache beside the gradient blocks, and any unit."""
+    """The arena holds the gather cache beside the gradient blocks, and any unit that streams."""
     layout = plan.layout
     blocks = layout.block_bytes - layout.shared_bytes
     if layout.gather_bytes + blocks > layout.arena_bytes:
@@ -70,7 +71,7 @@ def _arena(step: StepGraph, plan: Plan) -> None:
         )
         if passes and needed > room:
             raise VerifyError(f"no gradient block holds the gradients of chunk {chunk.id}")
-        for rank in range(chunk.shards):
+        for rank in range(chunk.shards) if chunk.update is Tier.DEVICE else ():
             for unit in chunk.units(layout.update_numel, rank):
                 if _unit_bytes(step, chunk, unit, rank) > layout.arena_bytes:
                     raise VerifyError(
@@ -89,10 +90,11 @@ def _unit_bytes(step: StepGraph, chunk: Chunk, unit: tuple[Slice, ...], rank: in
     return total
 
 
-def _away_bytes(plan: Plan) -> None:
+def _away_bytes(step: StepGraph, plan: Plan) -> None:
     layout, limits = plan.layout, plan.limits
+    update = _update_bytes(step, plan, Tier.HOST) if step.trains else 0
     for tier, held in (
-        (Tier.HOST, layout.host_bytes + layout.staging_bytes),
+        (Tier.HOST, layout.host_bytes + layout.staging_bytes + update),
         (Tier.DISK, layout.disk_bytes),
     ):
         if held > limits.of(tier):
@@ -101,9 +103,9 @@ def _away_bytes(plan: Plan) -> None:
             )
 
 
-def _update_bytes(step: StepGraph, plan: Plan) -> int:
-    """What updating the largest unit takes beside the arena: the optimizer's scratch, and in
-    the first step its new states before they go home."""
+def _update_bytes(step: StepGraph, plan: Plan, tier: Tier) -> int:
+    """What updating the largest unit takes on a tier beside arena and homes: the optimizer's
+    scratch, and in the first step its new states before they go home."""
     if step.optimizer is None:
         return 0
     largest = 0
@@ -111,7 +113,7 @@ def _update_bytes(step: StepGraph, plan: Plan) -> int:
         away = chunk.homes.states is not Tier.DEVICE or chunk.sharded
         optimizer = step.optimizer.of(chunk.dtype)
         per_element = optimizer.scratch_bytes + (optimizer.state_bytes if away else 0)
-        for rank in range(chunk.shards) if chunk.trainable else ():
+        for rank in range(chunk.shards) if chunk.trainable and chunk.update is tier else ():
             for unit in chunk.units(plan.layout.update_numel, rank):
                 elements = sum(chunk.own_width(piece, rank) for piece in unit)
                 largest = max(largest, per_element * elements)

@@ -198,3 +198,13 @@ def test_the_peak_can_be_the_update():
     made = forecast(player, layout, stays, Limits(device=1 << 30, disk=1 << 30))
     assert made.peak_node == "optimizer"  # new states and scratch of a unit
     assert made.largest == (("update of a unit", 16 << 20),)
+
+
+def test_an_update_on_the_host_takes_memory_there_and_not_on_the_device():
+    facts = two_layers(ADAMW)
+    footprint = Footprint(facts, pack(facts, 1, {}))
+    trained = {sizes.chunk.id for sizes in footprint.sizes if sizes.chunk.trainable}
+    streamed = footprint.update_bytes(trained, 1)
+    assert streamed > 0 == footprint.host_update_bytes((), 1)
+    assert footprint.update_bytes(trained, 1, on_host=trained) == 0
+    assert footprint.host_update_bytes(trained, 1) == streamed

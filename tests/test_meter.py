@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from elixir_fx.errors import TierError
-from elixir_fx.runtime.meter import DeviceMeter
+from elixir_fx.runtime.meter import DeviceMeter, uncounted
 
 
 def test_a_storage_counts_once_until_its_last_view_dies():
@@ -69,3 +69,16 @@ def test_the_limit_is_hard_and_says_who_passed_it():
     assert meter.peak_bytes == 1200
     meter.reset_peak()
     assert meter.peak_bytes == 800
+
+
+def test_what_the_host_makes_is_not_counted_then_or_later():
+    with DeviceMeter(limit_bytes=5000) as outer, DeviceMeter() as inner:
+        with uncounted():
+            scratch = torch.ones(10_000)
+            with uncounted():
+                more = scratch + 1
+            more = more + 1
+        assert outer.current_bytes == inner.current_bytes == 0
+        scratch.add_(more)
+        kept = scratch[:1000] * 2
+    assert outer.current_bytes == inner.current_bytes == kept.nbytes

@@ -67,6 +67,7 @@ class MemoryEntry:
     value: LateHome | None
     gradient: LateHome | None
     states_away: bool
+    on_host: bool = False
 
 
 class MemoryEngine:

@@ -162,6 +162,15 @@ def test_a_plan_fits_a_screen():
     assert plan_text(plan_of(gpt_chunks(36))) == EXPECTED
 
 
+def test_where_chunks_are_updated_is_shown_if_any_is_on_the_host():
+    chunks = gpt_chunks(4)
+    chunks[5] = replace(chunks[5], update=Tier.HOST)
+    rows = plan_text(plan_of(chunks)).splitlines()[1:]
+    assert rows[0].endswith("states   update")
+    updates = [row.split()[-1] for row in rows[2:] if "layers" in row or "wte" in row]
+    assert updates == ["-", "device", "device", "host", "device", "device", "device"]
+
+
 def test_folding_keeps_every_chunk_once_and_in_order():
     chunks = gpt_chunks(5)
     # Another size in the middle breaks the pattern in two.

@@ -562,3 +562,33 @@ def test_a_tensor_at_home_on_the_device_can_be_looked_at(tmp_path):
     there = TensorHome(store, away.part(0, 12), (6,), (1,), dtype, CPU, "there")
     assert there.memory is None
     store.close()
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_host_memory_is_given_once_nothing_moves_there(writes):
+    slow = emulated(bytes_per_s=1e6, latency_s=0.05)
+    store = Store(device=CPU, arena_bytes=4 * BLOCK, machine=slow, host_bytes=4 * BLOCK)
+    region, beside = store.allocate(Tier.HOST, BLOCK), store.allocate(Tier.HOST, BLOCK)
+    first, second = noise(BLOCK, 1), noise(BLOCK, 2)
+    store.put(region, first).block()
+    home = TensorHome(store, region, (BLOCK,), (1,), torch.uint8, CPU, "p")
+    into = torch.zeros(BLOCK, dtype=torch.uint8)
+    ticket = store.put(region, second) if writes else store.fetch(region, into)
+    memory = home.host_memory()
+    assert ticket.done
+    assert torch.equal(memory, second if writes else first)
+    memory.fill_(7)  # what somebody reads now, or read just before
+    assert writes or torch.equal(into, first)
+    store.fetch(region, into).block()
+    assert (into == 7).all()
+    assert (store.host_memory(beside) == 0).all()
+    store.close()
+    with pytest.raises(TierError, match="released"):
+        store.host_memory(region)
+
+
+def test_what_is_not_on_the_host_has_no_host_memory(tmp_path):
+    store, region = make_store("unified disk", tmp_path)
+    home = TensorHome(store, region, (HOME_BYTES,), (1,), torch.uint8, CPU, "p")
+    assert home.host_memory() is None
+    store.close()

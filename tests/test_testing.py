@@ -29,6 +29,14 @@ def test_emulated_is_a_machine_with_links_both_ways(tmp_path):
     )
 
 
+def test_an_optimizer_on_the_host_has_a_rate_of_its_own():
+    without, with_one = emulated(), emulated(host_stream_bytes_per_s=3e9)
+    assert without.update_bytes_per_s(Tier.HOST) == 0.0
+    assert with_one.update_bytes_per_s(Tier.HOST) == 3e9
+    assert with_one.update_bytes_per_s(Tier.DEVICE) == without.update_bytes_per_s(Tier.DEVICE)
+    assert with_one.fingerprint != without.fingerprint
+
+
 def test_without_a_disk_there_is_no_link_to_one():
     with pytest.raises(PlanError, match="no link from disk"):
         emulated(device_memory=1, host_memory=2).link(Tier.DISK, Tier.HOST)

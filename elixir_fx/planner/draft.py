@@ -44,6 +44,7 @@ from elixir_fx.planner.place import (
     uses,
 )
 
+WHOLE = 1 << 62  # elements of a unit: the whole chunk, before it is known how it is cut
 STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 
 
@@ -201,7 +202,7 @@ class Drafter:
             and all((sizes.chunk.id, part) in parts.away for part in Part if sizes.ordinary[part])
         ]
         wanted = choice.on_host * sum(sizes.chunk.share_bytes for sizes in able)
-        scratch = self.footprint.host_update_bytes(sizes.chunk.id for sizes in able)
+        scratch = self.footprint.host_update_bytes({s.chunk.id for s in able}, WHOLE)
         room = self.limits.of(Tier.HOST) - scratch
         for sizes in sorted(able, key=lambda sizes: -self._spread[sizes.chunk.id]):
             needed = sum(sizes.packed.values())
@@ -319,7 +320,7 @@ class Drafter:
         room = {tier: self.limits.of(tier) for tier in self._tiers}
         total = sum(self._sizes[chunk].packed[part] for chunk, part in parts.away)
         if parts.hosted:
-            room[Tier.HOST] -= self.footprint.host_update_bytes(parts.hosted)
+            room[Tier.HOST] -= self.footprint.host_update_bytes(parts.hosted, WHOLE)
         staging = 0
         bound_to_disk = any(
             self._pin(self._sizes[c].chunk) == Tier.DISK for c, _ in parts.away & self._bound_away

@@ -5,6 +5,7 @@
     live(i)   = activations, temporaries and gradients on their way, born <= i <= dies
     update    = constant + arena + scratch and new states of one unit <= limits.device
     host, disk: the homes away, and the staging memory between disk and device
+    host       also: scratch and new states of one unit that is updated there
 
 A gradient on its way dies at its chunk's reduce. Where everything stays on the device there
 are no reduces: autograd gets the gradients when the backward graph ends, so all of them live
@@ -225,28 +226,43 @@ class Footprint:
         return constant + max(running, self.layout_update_bytes(layout))
 
     def update_bytes(
-        self, states_away: Container[int], update_numel: int, hosted: Container[int] = ()
+        self, states_away: Container[int], update_numel: int, on_host: Container[int] = ()
     ) -> int:
         """Device bytes that a streamed update needs beside constant and arena: scratch of one
-        unit and, on the first step, its new states before they leave. `hosted` are chunks that
-        are updated on the host."""
-        if not self.facts.trains:
-            return 0
+        unit and, on the first step, its new states before they leave. Chunks that are updated
+        `on_host` need none."""
         peak = 0
-        for sizes in self.sizes:
-            if sizes.chunk.trainable and sizes.chunk.id not in hosted:
+        for sizes in self._updated():
+            if sizes.chunk.id not in on_host:
                 per_element = sizes.optimizer.scratch_bytes
                 if sizes.chunk.id in states_away or sizes.chunk.sharded:
                     per_element += sizes.optimizer.state_bytes
                 peak = max(peak, sizes.largest_unit(update_numel) * per_element)
         return peak
 
+    def host_update_bytes(self, on_host: Container[int], update_numel: int) -> int:
+        """Host bytes that the update of the chunks `on_host` needs beside their homes: scratch
+        of one unit and, on the first step, its new states before they are there."""
+        return max(
+            (
+                sizes.largest_unit(update_numel)
+                * (sizes.optimizer.scratch_bytes + sizes.optimizer.state_bytes)
+                for sizes in self._updated()
+                if sizes.chunk.id in on_host
+            ),
+            default=0,
+        )
+
+    def _updated(self) -> list[ChunkBytes]:
+        """The chunks that an update changes."""
+        if not self.facts.trains:
+            return []
+        return [sizes for sizes in self.sizes if sizes.chunk.trainable]
+
     @cached_property
     def kept_update_bytes(self) -> int:
         """Scratch of an update where everything stays: the optimizer's own, all at once."""
-        if not self.facts.trains:
-            return 0
-        trained = [sizes for sizes in self.sizes if sizes.chunk.trainable]
+        trained = self._updated()
         if self.optimizer.foreach or self.optimizer.global_state:
             elements = sum(sizes.elements for sizes in trained)
         else:
@@ -258,18 +274,11 @@ class Footprint:
         if layout.keeps_all:
             return self.kept_update_bytes
         states_away = {c.id for c in layout.chunks if c.homes.states != Tier.DEVICE}
-        return self.update_bytes(states_away, layout.update_numel, _hosted(layout))
+        return self.update_bytes(states_away, layout.update_numel, _on_host(layout))
 
-    def host_update_bytes(self, hosted: Iterable[int]) -> int:
-        """Host bytes that an update there needs beside the homes: scratch and new states of the
-        largest chunk, which may be one unit."""
-        updated = [self.sizes[chunk] for chunk in hosted]
-        facts = [(sizes.elements, sizes.optimizer) for sizes in updated]
-        return max((n * (one.scratch_bytes + one.state_bytes) for n, one in facts), default=0)
-
-    def host_peak(self, layout: Layout) -> int:
-        """Host bytes of a layout at the step's peak."""
-        return layout.host_bytes + layout.staging_bytes + self.host_update_bytes(_hosted(layout))
+    def layout_host_update_bytes(self, layout: Layout) -> int:
+        """The host bytes of a layout's update beside the homes there."""
+        return self.host_update_bytes(_on_host(layout), layout.update_numel)
 
     def largest_at(self, position: int, count: int = 5) -> tuple[tuple[str, int], ...]:
         """The largest live storages at a position, for people."""
@@ -278,7 +287,7 @@ class Footprint:
         return tuple((title(storage), storage.nbytes) for storage in there[:count])
 
 
-def _hosted(layout: Layout) -> set[int]:
+def _on_host(layout: Layout) -> set[int]:
     """The chunks that are updated on the host."""
     return {chunk.id for chunk in layout.chunks if chunk.update is Tier.HOST}
 

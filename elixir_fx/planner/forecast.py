@@ -301,7 +301,9 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
             timing.step_s,
         ),
         peak_device_bytes=constant + max(peak_live, update),
-        peak_host_bytes=footprint.host_peak(layout),
+        peak_host_bytes=layout.host_bytes
+        + layout.staging_bytes
+        + footprint.layout_host_update_bytes(layout),
         disk_read_bytes=into,
         disk_write_bytes=out,
         host_to_device_bytes=moved.get((Tier.HOST, Tier.DEVICE), 0),

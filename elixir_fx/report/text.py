@@ -28,11 +28,7 @@ def plan_text(plan: Plan) -> str:
     layout = plan.layout
     parts = [
         f"plan for {plan.machine}",
-        _table(
-            ("chunks", "holds", "count", "dtype", "each", "total", "param", "grad", "states"),
-            (_row(fold) for fold in folded(layout.chunks)),
-            left=(0, 1, 3, 6, 7, 8),
-        ),
+        _chunks_text(layout.chunks),
         _homes_text(layout.chunks),
         _memory_text(plan),
     ]
@@ -88,8 +84,8 @@ def _short(title: str) -> str:
 def folded(chunks: Sequence[Chunk]) -> list[Fold]:
     """Consecutive chunks that repeat, alone or as a pattern of a few, taken together.
 
-    Chunks are alike if they have the same dtype, size, homes and, as members of a longer
-    pattern, the same paths but for their numbers.
+    Chunks are alike if they have the same dtype, size, homes and place of update and, as
+    members of a longer pattern, the same paths but for their numbers.
     """
     folds: list[Fold] = []
     start = 0
@@ -121,7 +117,8 @@ def _repetition(chunks: Sequence[Chunk], start: int) -> tuple[int, int]:
 
 
 def _size_likeness(chunk: Chunk) -> tuple[object, ...]:
-    return (chunk.dtype, chunk.nbytes, chunk.trainable, chunk.homes, chunk.shards)
+    known = (chunk.dtype, chunk.nbytes, chunk.trainable)
+    return (*known, chunk.homes, chunk.shards, chunk.update)
 
 
 def _path_likeness(chunk: Chunk) -> tuple[object, ...]:
@@ -130,6 +127,20 @@ def _path_likeness(chunk: Chunk) -> tuple[object, ...]:
 
 def _pattern(path: str) -> str:
     return _NUMBER.sub("#", path)
+
+
+def _chunks_text(chunks: Sequence[Chunk]) -> str:
+    """A row for each fold; where chunks are updated, if any is on the host."""
+    columns = ("chunks", "holds", "count", "dtype", "each", "total", "param", "grad", "states")
+    rows = [(fold, _row(fold)) for fold in folded(chunks)]
+    if all(chunk.update is Tier.DEVICE for chunk in chunks):
+        return _table(columns, (row for _, row in rows), left=(0, 1, 3, 6, 7, 8))
+    updates = [fold.chunks[0].update if fold.chunks[0].trainable else "-" for fold, _ in rows]
+    return _table(
+        (*columns, "update"),
+        ((*row, update) for (_, row), update in zip(rows, updates, strict=True)),
+        left=(0, 1, 3, 6, 7, 8, 9),
+    )
 
 
 def _row(fold: Fold) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from elixir_fx.errors import ElixirError, TierError
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Chunk, Layout, Slice, align
+from elixir_fx.plan import Chunk, Layout, Slice, align, merged
 from elixir_fx.runtime.away import Source
 from elixir_fx.runtime.cache import GatherCache
 from elixir_fx.runtime.gradients import Entry, Reducer
@@ -372,13 +372,19 @@ class Engine:
     # -- what the bound optimizer asks for -------------------------------------------------
 
     def units(self) -> Sequence[Sequence[nn.Parameter]]:
-        """Whole parameters that are updated together, as the plan cuts its chunks."""
-        return [
-            [self._owned[piece.path] for piece in unit]
-            for chunk in self.layout.chunks
-            if chunk.trainable and self._by_chunk[chunk.id][0].parameter in self.entries
-            for unit in chunk.units(self.layout.update_numel, self.rank)
-        ]
+        """Whole parameters that are updated together, as the plan cuts its chunks; those of the
+        device and those of the host mixed, so that both get on."""
+        device, host = (
+            [
+                [self._owned[piece.path] for piece in unit]
+                for chunk in self.layout.chunks
+                if chunk.trainable and self._by_chunk[chunk.id][0].parameter in self.entries
+                if (chunk.update is Tier.HOST) == on_host
+                for unit in chunk.units(self.layout.update_numel, self.rank)
+            ]
+            for on_host in (False, True)
+        )
+        return merged(device, host)
 
     def state_home(
         self, parameter: nn.Parameter, name: str, like: Tensor

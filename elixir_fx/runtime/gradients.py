@@ -51,6 +51,11 @@ class Entry:
         return self.chunk.trainable and away
 
     @property
+    def on_host(self) -> bool:
+        """Whether its update runs on the host, where then all its parts are at home."""
+        return self.chunk.update is Tier.HOST
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.parameter.dtype
 

@@ -1,17 +1,22 @@
 """The played accelerator's memory gauge: every byte of storage born in a step, with a limit.
 
 A file of its own because of the one underscored torch name in it, `torch.utils._python_dispatch`:
-there is no public way to see the result of every operator. Tried on torch 2.11 and 2.13.
+there is no public way to see the result of every operator, nor which modes are active. Tried on
+torch 2.11 and 2.13.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+)
 
 from elixir_fx.errors import TierError
 from elixir_fx.runtime.parameters import AwayTensor
@@ -36,6 +41,7 @@ class DeviceMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current_bytes = base_bytes
         self.peak_bytes = base_bytes
         self.peak_operator = ""
+        self.counts = True  # False: what is born is not the device's
         self._lock = threading.RLock()  # a storage may die while another is noted
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], int | None]] = {}
 
@@ -72,8 +78,12 @@ class DeviceMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         for tensor in _tensors((result, args, kwargs)):
             storage = _storage(tensor)
-            if storage is not None:
+            if storage is None:
+                continue
+            if self.counts:
                 self._count(storage, str(func))
+            elif id(storage) not in self._known:
+                self.ignore(storage)
         return result
 
     def _count(self, storage: torch.UntypedStorage, operator: str) -> None:
@@ -118,6 +128,20 @@ class DeviceMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.pop(key, None)
         if known is not None:
             self.current_bytes -= known[1] or 0
+
+
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What operators create meanwhile lies on the host: no meter that is active counts it."""
+    active = [m for m in _get_current_dispatch_mode_stack() if isinstance(m, DeviceMeter)]
+    counted = [meter for meter in active if meter.counts]
+    for meter in counted:
+        meter.counts = False
+    try:
+        yield
+    finally:
+        for meter in counted:
+            meter.counts = True
 
 
 def _tensors(tree: Any) -> Iterable[Tensor]:

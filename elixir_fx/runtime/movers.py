@@ -55,7 +55,9 @@ def open_drive(folder: Path | None, nbytes: int, files: Files) -> Drive | None:
 
 
 class Movers(Protocol):
-    """Who carries a fetch or a put out, for one kind of machine."""
+    """Who carries a fetch or a put out, for one kind of machine. `host` is the host's memory."""
+
+    host: Tensor
 
     def fetch(
         self, region: Region, into: Tensor, after: Sequence[Ticket], behind: Sequence[Ticket]
@@ -77,6 +79,7 @@ class UnifiedMovers:
 
     def __init__(self, disk: Drive | None, counters: Counters, journal: Journal) -> None:
         self.disk = disk
+        self.host = torch.empty(0, dtype=torch.uint8)  # the device's memory is the host's
         self.counters = counters
         self.journal = journal
         self.process = os.getpid()

@@ -3,8 +3,10 @@
 `bind` hangs two hooks on the user's own optimizer object. The pre-hook runs the user's own
 update (the class's `step`, with `param_groups` showing one unit at a time) on ordinary
 tensors in a ring over the engine's arena: while a unit is updated the next one is fetched
-and the one before goes home. Then it hides the gradients, so that the step which the hook
-precedes finds nothing left to do, and the post-hook gives them back.
+and the one before goes home. A unit that is at home on the host and is updated there does not
+move: its update runs, in its turn, on the memory that it is at home in, which costs the ring
+nothing. Then the pre-hook hides the gradients, so that the step which the hook precedes finds
+nothing left to do, and the post-hook gives them back.
 
 Numbers are those of the plain optimizer: every update runs on whole parameters, with the
 options, the foreach or fused choice and the learning rate that the group has at that moment.
@@ -12,9 +14,8 @@ If that last, empty step is interrupted, the hidden gradients count as used: p.g
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -23,25 +24,23 @@ from torch.optim import Optimizer
 
 from elixir_fx.errors import PlanError, TierError
 from elixir_fx.plan import align
-from elixir_fx.runtime.accumulation import version
-from elixir_fx.runtime.away import Home, Source, Ticket
-from elixir_fx.runtime.parameters import AwayTensor, lend, recall
-from elixir_fx.runtime.probe import own_step, probe
+from elixir_fx.runtime.away import Home, Source
+from elixir_fx.runtime.lending import PartialStep, collect, hide, show
+from elixir_fx.runtime.parameters import AwayTensor
+from elixir_fx.runtime.probe import probe
+from elixir_fx.runtime.ring import (
+    Entry,
+    Load,
+    Piece,
+    Ring,
+    Unit,
+    host_memory,
+    in_place,
+    is_on_host,
+    nbytes_of,
+    own,
+)
 from elixir_fx.runtime.shards import ShardedHome
-from elixir_fx.runtime.store import TensorHome
-
-
-class Entry(Protocol):
-    """One managed parameter. A part whose home is None is an ordinary tensor."""
-
-    @property
-    def path(self) -> str: ...
-    @property
-    def value(self) -> Home | None: ...
-    @property
-    def gradient(self) -> Home | None: ...
-    @property
-    def states_away(self) -> bool: ...
 
 
 class Engine(Protocol):
@@ -68,88 +67,6 @@ class Engine(Protocol):
 
     def gradient_is_home(self, parameter: nn.Parameter) -> bool:
         """Whether p.grad is what the gradient's home holds."""
-
-
-@dataclass(eq=False)
-class _Piece:
-    """One tensor of a unit in the ring."""
-
-    home: Home
-    flat: Tensor
-    view: Tensor
-    writes: bool = False
-    in_place: bool = False  # it is the home itself
-
-
-@dataclass(eq=False)
-class _Load:
-    """The away parts of one parameter in the ring."""
-
-    parameter: nn.Parameter
-    entry: Entry
-    value: _Piece | None = None
-    gradient: _Piece | None = None
-    states: dict[str, tuple[AwayTensor, _Piece]] = field(default_factory=dict)
-    seen: Tensor | None = None  # p.grad as the user sees it
-    lent: Tensor | None = None  # p.grad during the update
-    lent_version: int = 0
-
-    def pieces(self) -> Iterator[_Piece]:
-        yield from (piece for piece in (self.value, self.gradient) if piece is not None)
-        yield from (piece for _, piece in self.states.values())
-
-
-@dataclass(eq=False)
-class _Unit:
-    """Parameters that are updated by one call, and the region of the ring they have."""
-
-    parameters: list[nn.Parameter]
-    start: int = 0
-    end: int = 0
-    loads: list[_Load] = field(default_factory=list)
-    tickets: list[Ticket] = field(default_factory=list)
-    leaving: bool = False
-
-    def wait(self) -> None:
-        while self.tickets:
-            self.tickets.pop(0).wait()
-
-
-class _Ring:
-    """Regions of the arena, given out in a circle; a region is taken again once it is home."""
-
-    def __init__(self, arena: Tensor) -> None:
-        self.arena = arena
-        self.head = 0
-        self.units: deque[_Unit] = deque()
-
-    def reserve(self, unit: _Unit, nbytes: int) -> bool:
-        """Give `unit` a region; False while a unit that is still at work is in the way."""
-        start = self.head if self.head + nbytes <= self.arena.numel() else 0
-        end = start + nbytes
-        in_the_way = [old for old in self.units if old.start < end and start < old.end]
-        if any(not old.leaving for old in in_the_way):
-            return False
-        for old in in_the_way:
-            old.wait()
-            self.units.remove(old)
-        unit.start, unit.end, self.head = start, end, end
-        self.units.append(unit)
-        return True
-
-    def drain(self) -> None:
-        """Wait for everything under way, all of it even if some of it fails."""
-        error: BaseException | None = None
-        while self.units:
-            unit = self.units[0]
-            try:
-                unit.wait()
-            except TierError as failed:
-                error = error or failed
-            if not unit.tickets:
-                self.units.popleft()
-        if error is not None:
-            raise error
 
 
 class Binding:
@@ -182,7 +99,7 @@ class Binding:
             at_home = isinstance(state, AwayTensor) and not state.views
             if is_elementwise(state, parameter) and not at_home:
                 home = self.engine.state_home(parameter, name, state)
-                home.store(state.load() if isinstance(state, AwayTensor) else state)
+                _keep(entry, home, state.load() if isinstance(state, AwayTensor) else state)
                 states[name] = AwayTensor(self.engine.watched(Source(home)))
 
     def adopt_all(self) -> None:
@@ -276,19 +193,23 @@ class Binding:
         rest = {parameter for parameter in live if parameter not in entries}
         for parameter in live - rest:
             self.adopt(parameter)  # a state that the user replaced
-        units = [
-            _Unit([p for p in unit if p in live and p in entries]) for unit in self.engine.units()
-        ]
-        streamed = [unit for unit in units if unit.parameters]
-        if streamed:
+        step = PartialStep(self.optimizer, args, kwargs)
+        chosen = [[p for p in unit if p in live and p in entries] for unit in self.engine.units()]
+        units = [Unit(unit, on_host=entries[unit[0]].on_host) for unit in chosen if unit]
+        if units:
             with self.engine.update_memory() as arena:
-                streamed = [part for unit in streamed for part in self._fitting(unit, arena)]
-                self._stream(streamed, _Ring(arena), _Step(self.optimizer, args, kwargs))
+                fitting = [part for unit in units for part in self._fitting(unit, arena)]
+                self._stream(fitting, Ring(arena), step)
         if rest:
-            _Step(self.optimizer, args, kwargs)(rest)
+            step({parameter: parameter for parameter in rest})
 
-    def _fitting(self, unit: _Unit, arena: Tensor) -> Iterator[_Unit]:
+    def _fitting(self, unit: Unit, arena: Tensor) -> Iterator[Unit]:
         """`unit`, in parts where it is more than the arena holds. Runs before any change."""
+        if unit.on_host:
+            for parameter in unit.parameters:
+                self._check_on_host(parameter)
+            yield unit
+            return
         part: list[nn.Parameter] = []
         size = 0
         for parameter in unit.parameters:
@@ -301,83 +222,107 @@ class Binding:
                     "optimizer: call compiled.bind(optimizer) before the first step"
                 )
             if part and size + nbytes > arena.numel():
-                yield _Unit(part)
+                yield Unit(part)
                 part, size = [], 0
             part.append(parameter)
             size += nbytes
-        yield _Unit(part)
+        yield Unit(part)
+
+    def _check_on_host(self, parameter: nn.Parameter) -> None:
+        for name, home, _ in self._homes(parameter):
+            if not is_on_host(home):
+                raise TierError(
+                    f"{self.engine.entries[parameter].path} is updated on the host, and its {name} "
+                    "is not at home there: give the optimizer an ordinary tensor"
+                )
 
     def _homes(self, parameter: nn.Parameter) -> Iterator[tuple[str, Home, AwayTensor | None]]:
         """The away parts of `parameter` that an update reads: what, its home, its state. Of
         what several ranks share, this rank's elements."""
         entry = self.engine.entries[parameter]
         if entry.value is not None:
-            yield "value", _own(entry.value), None
+            yield "value", own(entry.value), None
         if entry.gradient is not None and self.engine.gradient_is_home(parameter):
-            yield "gradient", _own(entry.gradient), None
+            yield "gradient", own(entry.gradient), None
         if parameter in self.optimizer.state:
             for name, state in self.optimizer.state[parameter].items():
                 if isinstance(state, AwayTensor):
-                    yield name, _own(state.source.home), state
+                    yield name, own(state.source.home), state
 
     def _nbytes(self, parameter: nn.Parameter) -> int:
         """What the ring must hold of it; nothing of what is in device memory already."""
         homes = (home for _, home, _ in self._homes(parameter) if in_place(home) is None)
-        return sum(align(_bytes(home)) for home in homes)
+        return sum(align(nbytes_of(home)) for home in homes)
 
-    def _stream(self, units: Sequence[_Unit], ring: _Ring, step: "_Step") -> None:
-        following = deque(units)
-        current: _Unit | None = None
+    def _stream(self, units: Sequence[Unit], ring: Ring, step: PartialStep) -> None:
+        """Update every unit, in order. While one is updated the next one that passes through the
+        ring is on its way, also past units that are updated on the host."""
+        to_fetch = deque(unit for unit in units if not unit.on_host)
+        coming: Unit | None = None
         try:
-            while following or current is not None:
-                if current is None:
-                    current = following.popleft()
-                    reserved = self._fetch(current, ring)
+            for unit in units:
+                if unit is coming:
+                    coming = None
+                elif not unit.on_host:
+                    reserved = self._fetch(to_fetch.popleft(), ring)
                     assert reserved, "nothing is at work in the ring"
-                ahead = following[0] if following and self._fetch(following[0], ring) else None
-                current.wait()
-                self._step_unit(current, step)
-                current.leaving = True
-                current = following.popleft() if ahead is not None else None
+                if coming is None and to_fetch and self._fetch(to_fetch[0], ring):
+                    coming = to_fetch.popleft()
+                if unit.on_host:
+                    self._look_at(unit)
+                unit.wait()
+                self._step_unit(unit, step)
+                unit.leaving = True
         finally:
             ring.drain()
 
-    def _fetch(self, unit: _Unit, ring: _Ring) -> bool:
+    def _fetch(self, unit: Unit, ring: Ring) -> bool:
         """Start to read a unit into the ring; False if it has no room yet."""
         if not ring.reserve(unit, sum(map(self._nbytes, unit.parameters))):
             return False
         offset = unit.start
-        for parameter in unit.parameters:
-            load = _Load(parameter, self.engine.entries[parameter])
-            unit.loads.append(load)
-            for name, home, state in self._homes(parameter):
+        for load in self._loads(unit):
+            for name, home, state in self._homes(load.parameter):
                 there = in_place(home)
                 if there is None:
-                    flat = ring.arena[offset : offset + _bytes(home)].view(home.dtype)
-                    offset += align(_bytes(home))
+                    flat = ring.arena[offset : offset + nbytes_of(home)].view(home.dtype)
+                    offset += align(nbytes_of(home))
                     unit.tickets.append(home.fetch(flat))
                 else:
                     flat = there
-                piece = _Piece(home, flat, home.view(flat), in_place=there is not None)
-                if state is not None:
-                    load.states[name] = (state, piece)
-                elif name == "value":
-                    load.value = piece
-                else:
-                    load.gradient = piece
+                load.hold(
+                    name, Piece(home, flat, home.view(flat), in_place=there is not None), state
+                )
         return True
 
-    def _step_unit(self, unit: _Unit, step: "_Step") -> None:
+    def _look_at(self, unit: Unit) -> None:
+        """The pieces of a unit on the host: the memory that they are at home in."""
+        for load in self._loads(unit):
+            for name, home, state in self._homes(load.parameter):
+                flat = host_memory(home)
+                assert flat is not None, "checked before any change"
+                load.hold(name, Piece(home, flat, home.view(flat), in_place=True), state)
+
+    def _loads(self, unit: Unit) -> list[Load]:
+        entries = self.engine.entries
+        unit.loads = [
+            Load(parameter, entries[parameter], parameter) for parameter in unit.parameters
+        ]
+        return unit.loads
+
+    def _step_unit(self, unit: Unit, step: PartialStep) -> None:
         """Update one unit on ordinary tensors and start to send home what changed."""
         try:
             for load in unit.loads:
-                self._lend(load)
-            step(set(unit.parameters))
+                show(load, self.optimizer)
+            step.update(unit)
             for load in unit.loads:
-                self._collect(load)
+                collect(load, self.optimizer)
+                if is_sharded(load.entry):
+                    self._adopt_shares(load)
         finally:
             for load in unit.loads:
-                self._recall(load)
+                hide(load, self.optimizer)
         for load in unit.loads:
             unit.tickets += [
                 piece.home.put(piece.flat)
@@ -387,97 +332,15 @@ class Binding:
             self.adopt(load.parameter)
         self.engine.updated(unit.parameters)
 
-    def _lend(self, load: _Load) -> None:
+    def _adopt_shares(self, load: Load) -> None:
+        """New states of a shown part of a parameter: they are parts of whole states."""
         parameter = load.parameter
-        load.seen = parameter.grad
-        if load.value is not None:
-            parameter.grad = None  # it has the shape of the whole
-            lend(parameter, load.value.view)
-        if load.gradient is not None:
-            # With a version counter of its own: views of the arena share one.
-            parameter.grad = load.gradient.view.data
-        elif load.seen is not None:
-            parameter.grad = self._ordinary_gradient(load.entry, load.seen)
-        load.lent = parameter.grad
-        load.lent_version = version(load.lent) if load.lent is not None else 0
-        for name, (_, piece) in load.states.items():
-            self.optimizer.state[parameter][name] = piece.view
-
-    @staticmethod
-    def _ordinary_gradient(entry: Entry, seen: Tensor) -> Tensor:
-        """A p.grad that is not at home, as the update reads it."""
-        value = seen.snapshot() if isinstance(seen, AwayTensor) else seen
-        if isinstance(entry.value, ShardedHome):
-            return entry.value.elements(value)
-        return value
-
-    def _collect(self, load: _Load) -> None:
-        """Note what the update wrote, also where it put a new tensor in place of ours."""
-        parameter = load.parameter
-        if load.value is not None:
-            if parameter.data_ptr() != load.value.view.data_ptr():
-                load.value.view.copy_(parameter.detach())
-            load.value.writes = True
-        if load.gradient is not None and load.lent is not None:
-            load.gradient.writes = version(load.lent) != load.lent_version and not any(
-                group.get("fused") for group in self.optimizer.param_groups
-            )
-            # Fused kernels claim to write the gradient; only unscaling does.
-            load.gradient.writes |= getattr(self.optimizer, "grad_scale", None) is not None
-        states = self.optimizer.state[parameter] if load.states else {}
-        if isinstance(load.entry.value, ShardedHome):
-            self._adopt_shares(parameter, set(load.states))
-        for name, (_, piece) in load.states.items():
-            found = states.get(name)
-            if found is not piece.view and isinstance(found, Tensor):
-                if found.shape != piece.view.shape or found.dtype != piece.view.dtype:
-                    continue
-                piece.view.copy_(found)
-                states[name] = piece.view
-            piece.writes = found is not None
-
-    def _adopt_shares(self, parameter: nn.Parameter, known: Collection[str]) -> None:
-        """New states of a lent part of a parameter: they are parts of whole states."""
         states = self.optimizer.state.get(parameter, {})
         for name, state in states.items():
-            if name not in known and is_elementwise(state, parameter):
+            if name not in load.states and is_elementwise(state, load.shown):
                 home = self.engine.state_home(parameter, name, state)
-                _own(home).store(state)
+                _keep(load.entry, own(home), state)
                 states[name] = AwayTensor(self.engine.watched(Source(home)))
-
-    def _recall(self, load: _Load) -> None:
-        parameter = load.parameter
-        states = self.optimizer.state[parameter] if load.states else {}
-        for name, (state, piece) in load.states.items():
-            if states.get(name) is piece.view:
-                states[name] = state
-        returned = load.seen if parameter.grad is load.lent else parameter.grad
-        if load.value is not None:
-            parameter.grad = None
-            recall(parameter, changed=load.value.writes)
-        parameter.grad = returned
-
-
-class _Step:
-    """The optimizer's own update, on some of its parameters at a time."""
-
-    def __init__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.optimizer, self.args, self.kwargs = optimizer, args, kwargs
-
-    def __call__(self, chosen: Collection[nn.Parameter]) -> None:
-        """Run it; the groups' dicts are the same objects, only "params" is shorter."""
-        optimizer = self.optimizer
-        groups = optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = [p for p in parameters if p in chosen]
-            optimizer.param_groups = [group for group in groups if group["params"]]
-            own_step(optimizer)(*self.args, **self.kwargs)
-        finally:
-            optimizer.param_groups = groups
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
 
 
 def bind(optimizer: Optimizer, engine: Engine) -> Binding:
@@ -490,23 +353,19 @@ def bind(optimizer: Optimizer, engine: Engine) -> Binding:
     return Binding(optimizer, engine)
 
 
-def _own(home: Home) -> Home:
-    """What this rank has of a home."""
-    return home.own if isinstance(home, ShardedHome) else home
+def _keep(entry: Entry, home: Home, value: Tensor) -> None:
+    """Write a state to its home; one of a chunk that is updated on the host, without a detour
+    through the device."""
+    memory = host_memory(home) if entry.on_host else None
+    if memory is None:
+        home.store(value)
+    else:
+        home.view(memory).copy_(value)
 
 
 def is_sharded(entry: Entry) -> bool:
     """Whether this rank has a part of the parameter only."""
     return isinstance(entry.value, ShardedHome)
-
-
-def in_place(home: Home) -> Tensor | None:
-    """The value itself, flat, where a home is in device memory."""
-    return home.memory if isinstance(home, TensorHome) else None
-
-
-def _bytes(home: Home) -> int:
-    return home.span * home.dtype.itemsize
 
 
 def is_elementwise(state: Any, parameter: nn.Parameter) -> bool:

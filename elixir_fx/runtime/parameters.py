@@ -451,9 +451,7 @@ class AwayParameter(nn.Parameter):
 
     def _ordinary(self) -> nn.Parameter:
         parameter = nn.Parameter(self.base.snapshot(), self.requires_grad)
-        parameter.__dict__.update(
-            {name: value for name, value in self.__dict__.items() if name not in ("base", "shell")}
-        )
+        parameter.__dict__.update(_attributes(self))
         return parameter
 
     def __hash__(self) -> int:
@@ -544,6 +542,24 @@ def recall(parameter: nn.Parameter, changed: bool = True) -> None:
     parameter.__class__ = AwayParameter
     if changed:
         increment_version(moved.base)
+
+
+def stand_in(parameter: nn.Parameter, value: Tensor) -> nn.Parameter:
+    """An ordinary parameter over `value`'s memory, to be updated in the place of an away one: with
+    its attributes, and no part of autograd's graphs."""
+    other = nn.Parameter(value.detach(), parameter.requires_grad)
+    other.__dict__.update(_attributes(parameter))
+    return other
+
+
+def rewritten(parameter: nn.Parameter) -> None:
+    """The home of an away parameter has a new value."""
+    increment_version(cast(AwayParameter, parameter).base)
+
+
+def _attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """What the user hung on a parameter."""
+    return {k: value for k, value in parameter.__dict__.items() if k not in ("base", "shell")}
 
 
 def _shell(parameter: nn.Parameter) -> Tensor:

@@ -175,6 +175,21 @@ class Store:
         start = self._starts[index]
         return self._resident[index][region.offset - start : region.end - start]
 
+    def host_memory(self, region: Region) -> Tensor:
+        """The host memory of a region, as bytes, once no transfer reads or writes it. Whoever asks
+        may read and write it from the CPU until somebody moves it again."""
+        assert region.tier == Tier.HOST, "only host memory"
+        self._check_usable()
+        with self._lock:
+            moving = [
+                other.ticket
+                for other in self._spaces[Tier.HOST].transfers
+                if other.first < region.end and region.offset < other.end
+            ]
+        for ticket in moving:
+            ticket.finish()  # on CUDA the copies themselves, not only their issue
+        return self._movers.host[region.offset : region.end]
+
     def fetch(self, region: Region, into: Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Bring a region's bytes into `into`, contiguous device memory of just that many bytes.
 
@@ -312,6 +327,12 @@ class TensorHome:
         if self.region.tier is not Tier.DEVICE:
             return None
         return self._store.view(self.region).view(self.dtype)
+
+    def host_memory(self) -> Tensor | None:
+        """The value itself, 1-D, where it is at home in host memory, once nothing moves there."""
+        if self.region.tier is not Tier.HOST:
+            return None
+        return self._store.host_memory(self.region).view(self.dtype)
 
     def view(self, flat: Tensor) -> Tensor:
         """`flat`, 1-D of `span` elements, seen with the tensor's shape and strides."""
