@@ -207,8 +207,9 @@ class Lowering:
         return self.make_plan(step.facts(), self.machine, limits, pins)
 
     def measured(self, step: StepGraph) -> Mapping[str, float]:
-        """Seconds of the step's operators, from the user's cache or measured now."""
-        if self.machine.emulated:
+        """Seconds of the step's operators, from the user's cache or measured now; none of a
+        machine that is not here."""
+        if self.machine.emulated or not self.machine.fingerprint:
             return {}
         cache = OperatorCache(self.machine.fingerprint)
         missing = set(step.missing)

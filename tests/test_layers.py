@@ -16,7 +16,7 @@ PACKAGE = ROOT / "elixir_fx"
 # rooms on one floor do not know each other.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"errors": ("errors",)},
-    {"data": ("units", "facts", "machine", "plan")},
+    {"data": ("units", "facts", "catalogue", "machine", "plan")},
     {
         "planner": ("planner",),
         "runtime": ("runtime",),
