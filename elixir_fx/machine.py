@@ -98,8 +98,10 @@ class Machine:
     `device` is the torch device type that computes. `emulated` marks an accelerator that is
     played in RAM. `memory` is bytes by tier. `flops_per_s` is by dtype ("float32"),
     `stream_bytes_per_s` the rate at which the compute device reads and writes its own memory,
-    `host_stream_bytes_per_s` that of an optimizer that runs on the host beside it; 0 where
-    none can.
+    `update_stream_bytes_per_s` that of an optimizer there, which is another one (a copy reads
+    what it writes over, an update does not); 0 where nobody measured it.
+    `host_stream_bytes_per_s` is that of an optimizer that runs on the host beside an
+    accelerator; 0 where none can, as where both are one memory.
     `operators` maps an operator's key (name, shapes, dtypes, threads) to measured seconds.
     `fingerprint` says which computer was measured; it is empty where none was. `node` is how the
     machine joins others into a cluster, None where nobody said, and `ranks` how many share it:
@@ -114,6 +116,7 @@ class Machine:
     links: tuple[Link, ...]
     flops_per_s: Mapping[str, float]
     stream_bytes_per_s: float
+    update_stream_bytes_per_s: float = 0.0
     host_stream_bytes_per_s: float = 0.0
     operators: Mapping[str, float] = field(default_factory=dict)
     node: Node | None = None
@@ -126,7 +129,9 @@ class Machine:
 
     def update_bytes_per_s(self, tier: Tier) -> float:
         """The rate at which an optimizer on `tier` (DEVICE or HOST) reads and writes memory."""
-        return self.host_stream_bytes_per_s if tier is Tier.HOST else self.stream_bytes_per_s
+        if tier is Tier.HOST:
+            return self.host_stream_bytes_per_s
+        return self.update_stream_bytes_per_s or self.stream_bytes_per_s
 
     def link(self, source: Tier, target: Tier) -> Link:
         """The link from one tier to the other; PlanError if the machine has none."""

@@ -232,7 +232,7 @@ def test_a_machine_of_the_catalogue_is_planned_for(ranks: int) -> None:
     wanted = Machine.named("h100-sxm").with_ranks(ranks)
     assert plan.machine == wanted.name and plan.layout.group == Group(ranks=ranks)
     assert plan.limits == Limits(device=80 * GIB, host=2048 * GIB // min(ranks, 8))
-    tight = exact.plan(Net(), (X,), ranks=ranks, machine="h100-sxm", memory=160 * 1024)
+    tight = exact.plan(Net(), (X,), ranks=ranks, machine="h100-sxm", memory=200 * 1024)
     assert not tight.layout.keeps_all and tight.machine == wanted.name
 
 
