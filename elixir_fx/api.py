@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from elixir_fx import planner
-from elixir_fx.config import Options, check_disk, read_options
+from elixir_fx.config import Options, check_disk, check_machine, read_options
 from elixir_fx.errors import ElixirError
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.lowering import compute_device
@@ -57,7 +57,8 @@ def compile(
         keep: homes that you fix, by parameter or module path: {"wte": "device"}.
         ignore: paths of parameters that are left alone.
         plan: a Plan, or the path of one, instead of the planner's.
-        machine: a Machine or the path of one; elixir_fx.testing.emulated(...) plays one.
+        machine: a Machine, the path of one, or, to plan for, a name of the catalogue
+            ("h100-sxm"); elixir_fx.testing.emulated(...) plays one.
         passes: a pipeline, such as PIPELINE.after("prefetch", mine).
         dump: a folder that gets every stage of the graph as readable Python.
         kernels: "inductor" compiles the operations between our nodes, equal runs of them once;
@@ -87,7 +88,9 @@ def compile_over(
     read = read_options(options)
     check_disk(read)
     _check_values_wanted(model, read)
-    team = team_of(read, compute_device(model))
+    device = compute_device(model)
+    check_machine(read, device.type)
+    team = team_of(read, device)
     compiled = ElixirModule(GuardedSession(model, optimizer, read, files, team))
     if example_inputs is not None:
         args, kwargs = _inputs(example_inputs)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from elixir_fx.catalogue import names
 from elixir_fx.errors import ElixirError, PlanError, TierError
 from elixir_fx.machine import HOMES, Machine, Tier
 from elixir_fx.pipeline import PIPELINE, Pipeline
@@ -125,17 +126,35 @@ def _tier(path: str, tier: object) -> Tier:
 def _machine(machine: object) -> Machine:
     if isinstance(machine, Machine):
         return machine
+    if isinstance(machine, str) and machine in names():
+        return Machine.named(machine)
     if isinstance(machine, (str, os.PathLike)):
+        if not Path(machine).is_file():
+            raise PlanError(
+                f"machine={str(machine)!r} is no file and not in the catalogue, which has "
+                f"{', '.join(names())}"
+            )
         return Machine.load(Path(machine))
     raise ElixirError(
-        f"machine={machine!r}: give a Machine, such as elixir_fx.testing.emulated(...), or the "
-        "path of a machine file"
+        f"machine={machine!r}: give a Machine, such as elixir_fx.testing.emulated(...), the name "
+        "of one in the catalogue, or the path of a machine file"
     )
+
+
+def check_machine(options: Options, device: str) -> None:
+    """ElixirError if the machine to plan for cannot be the one that runs, on `device`."""
+    machine = options.machine
+    if machine is not None and not machine.emulated and machine.device != device:
+        raise ElixirError(
+            f"machine={machine.name!r} computes on {machine.device} and this model on {device}: "
+            "elixir_fx.plan(...) plans for another machine, compile() runs on this one"
+        )
 
 
 def limits(options: Options, machine: Machine, ranks: int = 1) -> Limits:
     """The budgets in force, of one rank: what was asked for, else what the machine has for each
-    of the `ranks` on it."""
+    of the `ranks` on it, unless it is one rank's part already."""
+    ranks = 1 if machine.ranks > 1 else ranks
     if machine.unified and options.host_memory:
         raise PlanError(
             "host_memory is refused on a CPU: host and device are one memory, bounded by `memory`; "

@@ -86,7 +86,8 @@ class GuardedSession(Session):
             group = team.group
             self.lowering.share_plan = team.share_plan
         elif planned_ranks > 1:
-            self.machine = self.lowering.machine = self.machine.with_peers()
+            self.machine = self.lowering.machine = self.machine.with_ranks(planned_ranks)
+            self.lowering.limits = limits(options, self.machine)
             group = Group(ranks=planned_ranks, shared=self.machine.unified)
         if group is not None:
             self.lowering.group = group

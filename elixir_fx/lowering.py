@@ -22,7 +22,7 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner import Formulas, Values, at, schedule, search
+from elixir_fx.planner import Formulas, Values, at, check_plan, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
@@ -125,11 +125,14 @@ class Lowering:
             self.plan = plan
         facts = step.facts()
         known = {entry.key: entry for entry in self.plan.schedules}
-        if step.key not in known:
-            plan = self.plan
-            if plan.layout.keeps_all:
-                plan = replace(plan, layout=_thawed(plan.layout, step.parameters))
+        plan = self.plan
+        if plan.layout.keeps_all:
+            plan = replace(plan, layout=_thawed(plan.layout, step.parameters))
+        if self.options.plan is not None:
+            check_plan(plan, facts, self.limits)
+        if step.key not in known or self.options.plan is not None:
             _check_belongs(plan, step.parameters)
+        if step.key not in known:
             made = self.schedule(facts, plan)
             self.plan = plan.with_schedule(made)
             known[step.key] = made
@@ -219,8 +222,9 @@ class Lowering:
         return search(step.facts(), self.machine, limits, pins, self.group, batches)
 
     def measured(self, step: StepGraph) -> Mapping[str, float]:
-        """Seconds of the step's operators, from the user's cache or measured now."""
-        if self.machine.emulated:
+        """Seconds of the step's operators, from the user's cache or measured now; none of a
+        machine that is not here."""
+        if self.machine.emulated or not self.machine.fingerprint:
             return {}
         cache = OperatorCache(self.machine.fingerprint)
         missing = set(step.missing)

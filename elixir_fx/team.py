@@ -45,7 +45,8 @@ class Team:
         host that compute on its CPU share its disk."""
         with self.ranks.together("while its machine was measured"):
             mine = measure().to_json() if self.ranks.leads or self.ranks.fake else None
-            machine = Machine.from_json(self.ranks.from_first(mine)).with_peers()
+            machine = Machine.from_json(self.ranks.from_first(mine))
+            machine = machine.with_ranks(self.ranks.size * self.ranks.replicas)
         # Memory of an accelerator, also of one that is played, is not the others' to see.
         self.group = replace(self.group, shared=self.ranks.local and machine.unified)
         if not machine.unified:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import elixir_fx
 from elixir_fx import ElixirError, PlanError
+from elixir_fx.machine import Machine
 from elixir_fx.pipeline import PIPELINE
-from elixir_fx.plan import Plan
+from elixir_fx.plan import Group, Limits, Plan
 from elixir_fx.step import StepGraph
 from elixir_fx.testing import emulated
 from elixir_fx.units import GIB, MIB
@@ -222,3 +223,19 @@ def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = exact.plan(Net(), (X,), ranks=2, **SPARE)
     with pytest.raises(PlanError, match="the plan is for 2 ranks and 1 train this model"):
         exact.compile(Net(), plan=plan, example_inputs=(X,), **SPARE)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 16])
+def test_a_machine_of_the_catalogue_is_planned_for(ranks: int) -> None:
+    """Its memory, of which a rank has its part, is the budget where none is given."""
+    plan = exact.plan(Net(), (X,), ranks=ranks, machine="h100-sxm")
+    wanted = Machine.named("h100-sxm").with_ranks(ranks)
+    assert plan.machine == wanted.name and plan.layout.group == Group(ranks=ranks)
+    assert plan.limits == Limits(device=80 * GIB, host=2048 * GIB // min(ranks, 8))
+    tight = exact.plan(Net(), (X,), ranks=ranks, machine="h100-sxm", memory=200 * 1024)
+    assert not tight.layout.keeps_all and tight.machine == wanted.name
+
+
+def test_a_machine_that_is_elsewhere_runs_nothing_here() -> None:
+    with pytest.raises(ElixirError, match="'h200' computes on cuda and this model on cpu"):
+        exact.compile(Net(), machine="h200")

@@ -16,7 +16,7 @@ PACKAGE = ROOT / "elixir_fx"
 # rooms on one floor do not know each other.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"errors": ("errors",)},
-    {"data": ("units", "facts", "machine", "plan")},
+    {"data": ("units", "facts", "catalogue", "machine", "plan")},
     {
         "planner": ("planner",),
         "runtime": ("runtime",),
@@ -46,6 +46,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"module": ("module",)},
     {"api": ("api",), "backend": ("backend",)},
     {"testing": ("testing",), "front": ("__init__",)},
+    {"cli": ("cli",)},
 )
 ROOMS = {name: room for floor in FLOORS for room, names in floor.items() for name in names}
 LEVELS = {room: level for level, floor in enumerate(FLOORS) for room in floor}

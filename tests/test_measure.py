@@ -55,6 +55,8 @@ def test_a_cpu_with_a_disk(quick: Path, tmp_path: Path):
     )
     assert set(machine.flops_per_s) == {"float32", "bfloat16"}
     assert machine.flops("float32") > 1e8 and machine.stream_bytes_per_s > 1e8
+    assert machine.update_bytes_per_s(Tier.DEVICE) == machine.update_stream_bytes_per_s > 1e8
+    assert machine.host_stream_bytes_per_s == 0  # host and device are one memory
     read = machine.link(Tier.DISK, Tier.DEVICE)
     write = machine.link(Tier.DEVICE, Tier.DISK)
     assert len(machine.links) == 2
@@ -109,6 +111,7 @@ def test_rates_are_kept_and_memory_is_asked_again(
         lambda text: "[]",
         lambda text: json.dumps({**json.loads(text), "stream_bytes_per_s": 0}),
         lambda text: json.dumps({**json.loads(text), "stream_bytes_per_s": "fast"}),
+        lambda text: json.dumps({**json.loads(text), "update_stream_bytes_per_s": 0}),
         lambda text: json.dumps({**json.loads(text), "flops_per_s": {}}),
     ],
 )
@@ -123,6 +126,42 @@ def test_a_corrupt_cache_is_measured_again(
     assert len(calls) == 2
     this_machine(CPU, None, threads=1)
     assert len(calls) == 2 and [entry.name for entry in quick.iterdir()] == [file.name]
+
+
+def test_a_machine_that_was_measured_under_load_is_measured_again(
+    quick: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls = counted(monkeypatch)
+    machine = this_machine(CPU, None, threads=1)
+    flops, copied = machine.flops("float32"), machine.stream_bytes_per_s
+    for factors, measured in (((1.0, 1.0), 1), ((9.0, 1.4), 1), ((1.4, 9.0), 1), ((1.6, 1.6), 2)):
+        seen = (flops * factors[0], copied * factors[1])
+        monkeypatch.setattr(measure, "glance", lambda *_, seen=seen: seen)
+        again = this_machine(CPU, None, threads=1)
+        assert len(calls) == measured
+        assert (again == machine) == (measured == 1)
+    # What was measured again is what is kept.
+    monkeypatch.setattr(measure, "glance", lambda *_: (0.0, 0.0))
+    kept = this_machine(CPU, None, threads=1)
+    assert kept.flops_per_s == again.flops_per_s and len(calls) == 2
+
+
+def test_a_glance_is_a_product_and_a_copy(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    real = torch.ones
+
+    def ones(*shape: int, **options: object) -> torch.Tensor:
+        made = real(*shape, **options)
+        asked.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "ones", ones)
+    threads = torch.get_num_threads()
+    for memory_bytes in (MIB // 8, 256 * MIB):
+        asked.clear()
+        flops, copied = rates.glance(CPU, 1, memory_bytes)
+        assert flops > 1e7 and copied > 1e7 and torch.get_num_threads() == threads
+        assert sum(asked[:2]) <= memory_bytes and sum(asked[2:]) <= memory_bytes
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(

@@ -10,10 +10,21 @@ draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
 arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts
+check     a plan that somebody gave                 errors
 """
 
+from elixir_fx.planner.check import check_plan
 from elixir_fx.planner.footprint import live_peak_bytes
 from elixir_fx.planner.search import schedule, search, smallest
 from elixir_fx.planner.shapes import Formulas, Values, at
 
-__all__ = ["Formulas", "Values", "at", "live_peak_bytes", "schedule", "search", "smallest"]
+__all__ = [
+    "Formulas",
+    "Values",
+    "at",
+    "check_plan",
+    "live_peak_bytes",
+    "schedule",
+    "search",
+    "smallest",
+]

@@ -134,9 +134,9 @@ def _chunks_text(chunks: Sequence[Chunk]) -> str:
     columns = ("chunks", "holds", "count", "dtype", "each", "total", "param", "grad", "states")
     rows = [(fold, _row(fold)) for fold in folded(chunks)]
     if all(chunk.update is Tier.DEVICE for chunk in chunks):
-        return _table(columns, (row for _, row in rows), left=(0, 1, 3, 6, 7, 8))
+        return table(columns, (row for _, row in rows), left=(0, 1, 3, 6, 7, 8))
     updates = [fold.chunks[0].update if fold.chunks[0].trainable else "-" for fold, _ in rows]
-    return _table(
+    return table(
         (*columns, "update"),
         ((*row, update) for (_, row), update in zip(rows, updates, strict=True)),
         left=(0, 1, 3, 6, 7, 8, 9),
@@ -180,7 +180,7 @@ def _memory_text(plan: Plan) -> str:
     if limits.disk:
         mapped = f"of that mapped {sizes(layout.mapped_bytes)}" if layout.mapped_bytes else ""
         rows.append(("disk", layout.disk_bytes, limits.disk, mapped))
-    return _table(
+    return table(
         ("memory", "planned", "budget", "used", ""),
         (
             (tier, sizes(used), sizes(budget), f"{used / budget:.0%}" if budget else "-", what)
@@ -234,7 +234,7 @@ def _schedule_text(plan: Plan, index: int) -> str:
 
 def stats_text(stats: Mapping[str, float]) -> str:
     """What a step did: `ElixirModule.stats()`, one line a number."""
-    return _table(
+    return table(
         ("step", "measured"), ((name, quantity(name, value)) for name, value in stats.items())
     )
 
@@ -249,7 +249,7 @@ def comparison_text(forecast: Forecast, stats: Mapping[str, float]) -> str:
         planned = expected[name]
         ratio = f"{measured / planned:.2f}" if planned else "-"
         rows.append((name, quantity(name, planned), quantity(name, measured), ratio))
-    return _table(("step", "forecast", "measured", "measured/forecast"), rows)
+    return table(("step", "forecast", "measured", "measured/forecast"), rows)
 
 
 def quantity(name: str, value: float) -> str:
@@ -261,13 +261,11 @@ def quantity(name: str, value: float) -> str:
     return f"{value:g}"
 
 
-def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)
-) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Aligned columns; those in `left` to the left, numbers to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(
+        made.add_column(
             column,
             justify="left" if index in left else "right",
             no_wrap=column != "holds",
@@ -275,8 +273,8 @@ def _table(
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(str(cell).replace("[", r"\[") for cell in row))
+        made.add_row(*(str(cell).replace("[", r"\[") for cell in row))
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False)
-    console.print(table)
+    console.print(made)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())

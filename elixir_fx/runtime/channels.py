@@ -21,8 +21,8 @@ MEETING = timedelta(minutes=30)  # for all to reach the store, all of them being
 
 # Their names from torch 2.13 on; the old ones warn there.
 _new = hasattr(dist, "all_gather_single")
-_all_gather: Any = dist.all_gather_single if _new else dist.all_gather_into_tensor
-_reduce_scatter: Any = dist.reduce_scatter_single if _new else dist.reduce_scatter_tensor
+ALL_GATHER: Any = dist.all_gather_single if _new else dist.all_gather_into_tensor
+REDUCE_SCATTER: Any = dist.reduce_scatter_single if _new else dist.reduce_scatter_tensor
 
 
 # Public, and missing from torch's own type stubs.
@@ -82,11 +82,11 @@ class Channel:
 
     def gather_into(self, whole: Tensor, part: Tensor) -> None:
         """Fill `whole` with every rank's part, on an accelerator."""
-        _all_gather(whole, part, group=self._open())
+        ALL_GATHER(whole, part, group=self._open())
 
     def scatter_into(self, part: Tensor, whole: Tensor) -> None:
         """The sum of this rank's part of every rank's `whole`, on an accelerator."""
-        _reduce_scatter(part, whole, group=self._open())
+        REDUCE_SCATTER(part, whole, group=self._open())
 
 
 def _as_bytes(memory: Tensor) -> Tensor:

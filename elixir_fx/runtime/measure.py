@@ -2,8 +2,10 @@
 
 `this_machine` fills a `Machine`. Rates take a second or two to measure and are kept as JSON
 in the user's cache folder, by a fingerprint of what they depend on; memory is asked anew each
-time. `measure_operators` times the operators of a graph and `OperatorCache` keeps their
-seconds by the same fingerprint. Nothing here allocates more than the bytes it is given.
+time. Rates that were measured while something else ran are not kept for good: each start has a
+glance at the machine, and measures it again if that shows it much faster than it is written.
+`measure_operators` times the operators of a graph and `OperatorCache` keeps their seconds by the
+same fingerprint. Nothing here allocates more than the bytes it is given.
 """
 
 import hashlib
@@ -23,12 +25,20 @@ import torch
 
 from elixir_fx.errors import PlanError, TierError
 from elixir_fx.machine import Link, Machine, Tier
-from elixir_fx.runtime.rates import copy_links, disk_rates, flops_per_s, stream_bytes_per_s
+from elixir_fx.runtime.rates import (
+    copy_links,
+    disk_rates,
+    flops_per_s,
+    glance,
+    stream_bytes_per_s,
+    update_bytes_per_s,
+)
 from elixir_fx.units import MIB, sizes
 
-VERSION = 1  # of what is measured and how: another one is measured again
+VERSION = 2  # of what is measured and how: another one is measured again
 MEASURE_BYTES = 256 * MIB  # of memory that measuring may take
 LEAST_BYTES = MIB // 8  # below this nothing can be measured
+FASTER = 1.5  # than what is kept, in compute and memory alike: that was measured under load
 CPU_SHARE = 0.8  # of the memory left that is used unless the user says otherwise
 REPEATS = 5  # of one operator, at most
 REPEAT_S = 0.02  # after which one operator is not repeated any more
@@ -58,7 +68,8 @@ def this_machine(
     fingerprint = _fingerprint(name, disk, threads)
     file = cache_folder() / f"machine-{fingerprint}.json"
     machine = _cached(file)
-    if machine is None:
+    if machine is None or _was_busy(machine, device, threads, memory_bytes):
+        here = torch.device("cpu")
         machine = Machine(
             name=name,
             fingerprint=fingerprint,
@@ -67,9 +78,22 @@ def this_machine(
             links=_links(device, disk, threads, memory_bytes),
             flops_per_s=flops_per_s(device, threads, memory_bytes),
             stream_bytes_per_s=stream_bytes_per_s(device, threads, memory_bytes),
+            update_stream_bytes_per_s=update_bytes_per_s(device, threads, memory_bytes),
+            host_stream_bytes_per_s=0.0
+            if device.type == "cpu"
+            else update_bytes_per_s(here, threads, memory_bytes),
         )
         _store(file, lambda path: machine.save(path))
     return replace(machine, memory=_memory(device, disk, ranks))
+
+
+def _was_busy(machine: Machine, device: torch.device, threads: int, memory_bytes: int) -> bool:
+    """Whether something else must have run when this machine was measured. Both rates have to say
+    so: a copy alone may be of memory that a cache holds."""
+    flops, copied = glance(device, threads, memory_bytes)
+    return flops > FASTER * machine.flops("float32") and copied > FASTER * (
+        machine.stream_bytes_per_s
+    )
 
 
 def _links(
@@ -250,6 +274,7 @@ def _cached(file: Path) -> Machine | None:
     try:
         machine = Machine.load(file)
         rates = [*machine.flops_per_s.values(), machine.stream_bytes_per_s]
+        rates += [machine.update_stream_bytes_per_s]
         rates += [link.bytes_per_s for link in machine.links]
         rates += [link.shared_bytes_per_s for link in machine.links]
         sound = min(rates) > 0 and "float32" in machine.flops_per_s

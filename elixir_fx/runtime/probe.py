@@ -264,6 +264,8 @@ class _Meter(TorchFunctionMode):
         writes = name.endswith("_") and not name.endswith("__")
         if fresh or writes:
             written = found(args[0], Tensor) if writes and args else fresh
+            if name.startswith("_fused_"):  # it writes all that it reads but the gradients
+                written = [*written, *found(args[2:], Tensor)]
             self.traffic += sum(tensor.nbytes for tensor in [*given, *written])
         for tensor in made:
             self._hold(tensor)

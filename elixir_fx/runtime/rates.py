@@ -32,6 +32,8 @@ EXPERIMENT_S = 0.25  # that one experiment runs, at most a block longer
 MATMUL_S = 0.01  # that the largest product takes at least,
 LARGE_MATMUL = 1024  # with this many rows,
 SLOW_MATMUL_S = 0.1  # unless a smaller one takes this long already
+GLANCE_MATMUL = 512  # rows of the product that tells whether a CPU has become faster,
+GLANCE_MATMUL_CUDA = 4096  # and an accelerator
 
 
 def flops_per_s(device: torch.device, threads: int, memory_bytes: int) -> dict[str, float]:
@@ -67,6 +69,35 @@ def stream_bytes_per_s(device: torch.device, threads: int, memory_bytes: int) ->
     with compute_threads(threads):
         source, target = (torch.ones(numel, device=device) for _ in range(2))
         return 2 * 4 * numel / _best_s(lambda: target.copy_(source), device)
+
+
+def update_bytes_per_s(device: torch.device, threads: int, memory_bytes: int) -> float:
+    """Bytes per second that a fused AdamW reads and writes on tensors in the memory of `device`.
+
+    Of an element it reads the parameter, its gradient and two states, and writes all but the
+    gradient: seven numbers. On tensors that no cache holds, 128 MiB together if they may be.
+    """
+    numel = min(memory_bytes // 4, 32 * MIB) // 4
+    with compute_threads(threads):
+        parameter = torch.nn.Parameter(torch.ones(numel, device=device))
+        parameter.grad = torch.ones(numel, device=device)
+        optimizer = torch.optim.AdamW([parameter], fused=True)
+        return 7 * 4 * numel / _best_s(optimizer.step, device)
+
+
+def glance(device: torch.device, threads: int, memory_bytes: int) -> tuple[float, float]:
+    """FLOP/s of a float32 product and bytes/s of a copy, in less than 50 ms: lower bounds of what
+    `flops_per_s` and `stream_bytes_per_s` take longer to find. The copy is of more bytes than a
+    cache holds, where that may be, or it would be faster than theirs."""
+    wanted = GLANCE_MATMUL if device.type == "cpu" else GLANCE_MATMUL_CUDA
+    size = next(size for size in (wanted, 256, 64) if 2 * 4 * size**2 <= memory_bytes)
+    numel = min(memory_bytes // 2, 32 * MIB) // 4
+    with compute_threads(threads):
+        left, out = (torch.ones(size, size, device=device) for _ in range(2))
+        product_s = _best_s(partial(torch.matmul, left, left, out=out), device, seconds=0, runs=3)
+        source, target = (torch.ones(numel, device=device) for _ in range(2))
+        copy_s = _best_s(lambda: target.copy_(source), device, seconds=0, runs=2)
+    return 2 * size**3 / product_s, 2 * 4 * numel / copy_s
 
 
 def copy_links(device: torch.device, memory_bytes: int) -> list[Link]:
@@ -105,13 +136,15 @@ def copy_links(device: torch.device, memory_bytes: int) -> list[Link]:
     ]
 
 
-def _best_s(work: Callable[[], object], device: torch.device, seconds: float = 0.05) -> float:
-    """The shortest of at least five runs after a first one, for about `seconds`."""
+def _best_s(
+    work: Callable[[], object], device: torch.device, seconds: float = 0.05, runs: int = 5
+) -> float:
+    """The shortest of at least so many runs after a first one, for about `seconds`."""
     best = float("inf")
     work()
     spent = 0.0
-    runs = 0
-    while runs < 5 or spent < seconds:
+    done = 0
+    while done < runs or spent < seconds:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         start = perf_counter()
@@ -119,7 +152,7 @@ def _best_s(work: Callable[[], object], device: torch.device, seconds: float = 0
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         took = perf_counter() - start
-        best, spent, runs = min(best, took), spent + took, runs + 1
+        best, spent, done = min(best, took), spent + took, done + 1
     return max(best, 1e-9)
 
 
