@@ -210,7 +210,10 @@ class Lowering:
             return plan
         self.progress(f"timing {len(step.missing)} operators")
         with real_mode():
-            self.machine = self.machine.with_operators(self.measured(step))
+            measured = self.measured(step)
+        if not measured:  # a machine that is emulated: the facts are what they were
+            return plan
+        self.machine = self.machine.with_operators(measured)
         annotate(step, self.machine, self.options.passes)
         self.progress("planning")
         return self._plan(step, limits, pins)

@@ -127,9 +127,15 @@ class Machine:
         """Host and device are one memory: the tiers are RAM and disk."""
         return self.device == "cpu" and not self.emulated
 
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether an optimizer may run on the host, beside the device."""
+        return self.host_stream_bytes_per_s > 0 and not self.unified
+
     def update_bytes_per_s(self, tier: Tier) -> float:
-        """The rate at which an optimizer on `tier` (DEVICE or HOST) reads and writes memory."""
-        if tier is Tier.HOST:
+        """The rate at which an optimizer on `tier` (DEVICE or HOST) reads and writes memory; the
+        device's where nobody measured the host's."""
+        if tier is Tier.HOST and self.host_stream_bytes_per_s:
             return self.host_stream_bytes_per_s
         return self.update_stream_bytes_per_s or self.stream_bytes_per_s
 

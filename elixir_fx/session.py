@@ -134,10 +134,14 @@ class Session:
         self._local = threading.local()
 
     def _machine(self) -> Machine:
-        """The machine that was given, or this one as it is measured."""
-        return self.options.machine or this_machine(
+        """The machine that was given, or this one as it is measured. On CUDA with eager kernels
+        the optimizer runs where the parameters are, as the user's does (DESIGN, law 10)."""
+        machine = self.options.machine or this_machine(
             self.device, _disk_to_measure(self.options), threads=torch.get_num_threads()
         )
+        if self.options.kernels == "eager" and self.device.type == "cuda":
+            return replace(machine, host_stream_bytes_per_s=0.0)
+        return machine
 
     @property
     def plan(self) -> Plan | None:

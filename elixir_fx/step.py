@@ -132,7 +132,7 @@ class StepGraph:
 
     @property
     def output(self) -> fx.Node:
-        return self.nodes[-1]
+        return self.module.graph.output_node()
 
     @cached_property
     def paths(self) -> Mapping[str, Input]:

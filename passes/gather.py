@@ -8,6 +8,8 @@ After     chunk_6 = elixir.gather(6); w = aten.as_strided(chunk_6[a:b], shape, s
 Law       every read of an away parameter reads a gather of its own phase (laws 1, 2)
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import fx
 
@@ -21,13 +23,20 @@ from elixir_fx.units import sizes
 def gather(step: StepGraph, plan: Plan) -> None:
     """Insert the gathers of the schedule and point the readers of their parameters there."""
     assert step.schedule is not None
-    for stay in step.schedule.gathers:
-        _gather(step, step.chunk(stay.chunk), stay)
-
-
-def _gather(step: StepGraph, chunk: Chunk, stay: Gather) -> None:
+    # Of the graph as it was: what reads a parameter itself stands in it, and no gather does.
     position = {node: index for index, node in enumerate(step.nodes)}
     parameters = step.parameter_nodes
+    for stay in step.schedule.gathers:
+        _gather(step, step.chunk(stay.chunk), stay, parameters, position)
+
+
+def _gather(
+    step: StepGraph,
+    chunk: Chunk,
+    stay: Gather,
+    parameters: Mapping[str, fx.Node],
+    position: Mapping[fx.Node, int],
+) -> None:
     reads: list[tuple[Slice, fx.Node, list[fx.Node]]] = []
     for piece in chunk.slices:
         if piece.path in parameters:

@@ -9,6 +9,7 @@ Law       every gradient of the chunk passes its reduce exactly once; what autog
 """
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -23,13 +24,22 @@ from elixir_fx.units import sizes
 def reduce(step: StepGraph, plan: Plan) -> None:
     """Insert the reduces of the schedule and hand their answers to the joint outputs."""
     assert step.schedule is not None
-    for entry in step.schedule.reduces:
-        _reduce(step, step.chunk(entry.chunk))
-
-
-def _reduce(step: StepGraph, chunk: Chunk) -> None:
+    # Of the graph as it was: chunks share no parameter, so no reduce sees another's answers.
     position = {node: index for index, node in enumerate(step.nodes)}
-    found = step.gradients
+    gradients = step.gradients
+    answers: dict[str, fx.Node] = {}
+    for entry in step.schedule.reduces:
+        answers.update(_reduce(step, step.chunk(entry.chunk), gradients, position))
+    _return_answers(step, answers)
+
+
+def _reduce(
+    step: StepGraph,
+    chunk: Chunk,
+    found: Mapping[str, fx.Node],
+    position: Mapping[fx.Node, int],
+) -> dict[str, fx.Node]:
+    """Insert the reduce of a chunk; its answers, by the path of their parameter."""
     slices = [i for i, piece in enumerate(chunk.slices) if piece.path in found]
     paths = [chunk.slices[i].path for i in slices]
     if not paths:
@@ -66,7 +76,7 @@ def _reduce(step: StepGraph, chunk: Chunk) -> None:
                 lambda fake=fake: fake,  # type: ignore[misc]
             )
             answers[path] = mark(item, backward=True)
-    _return_answers(step, answers)
+    return answers
 
 
 def _after_operator(step: StepGraph, node: fx.Node) -> fx.Node:
@@ -78,7 +88,7 @@ def _after_operator(step: StepGraph, node: fx.Node) -> fx.Node:
     return nodes[step.backward_position - 1]
 
 
-def _return_answers(step: StepGraph, answers: dict[str, fx.Node]) -> None:
+def _return_answers(step: StepGraph, answers: Mapping[str, fx.Node]) -> None:
     output = step.output
     results = list(output.args[0])  # type: ignore[arg-type]
     for index, item in enumerate(step.inputs):

@@ -18,19 +18,21 @@ from elixir_fx.step import StepGraph, is_backward, mark
 def split_views(step: StepGraph, plan: Plan) -> None:
     """Give the backward readers of a derived weight a derivation of their own."""
     away = {piece.path for chunk in plan.layout.chunks if chunk.gathered for piece in chunk.slices}
+    position = {node: index for index, node in enumerate(step.nodes)}
     for path, parameter in step.parameter_nodes.items():
         if path in away:
-            _split(step.module.graph, parameter)
+            _split(step.module.graph, parameter, position)
 
 
-def _split(graph: fx.Graph, parameter: fx.Node) -> None:
+def _split(graph: fx.Graph, parameter: fx.Node, position: dict[fx.Node, int]) -> None:
     made = set(derived_from_parameters(parameter))
     again: dict[fx.Node, fx.Node] = {parameter: parameter}
-    for reader in list(graph.nodes):
-        if is_backward(reader):
-            for node in reader.all_input_nodes:
-                if node in made:
-                    reader.replace_input_with(node, _remade(graph, node, reader, again))
+    # Captured nodes all of them: what is made again reads nothing that the forward derived.
+    readers = {user for node in made for user in node.users if is_backward(user)}
+    for reader in sorted(readers, key=position.__getitem__):
+        for node in reader.all_input_nodes:
+            if node in made:
+                reader.replace_input_with(node, _remade(graph, node, reader, again))
 
 
 def _remade(

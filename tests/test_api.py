@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import elixir_fx
 from elixir_fx import ElixirError, PlanError
+from elixir_fx.config import read_options
+from elixir_fx.guarded import GuardedSession
 from elixir_fx.machine import Machine
 from elixir_fx.pipeline import PIPELINE
 from elixir_fx.plan import Group, Limits, Plan
@@ -205,6 +207,22 @@ def test_the_smallest_memory_of_a_rank_is_accepted() -> None:
     assert plan.forecast.peak_device_bytes <= least
     with pytest.raises(PlanError, match="Smallest that fits"):
         exact.plan(model, batch, ranks=8, memory=least - 1, **options)
+
+
+def test_where_nothing_can_be_timed_one_search_is_enough() -> None:
+    options: dict[str, Any] = {"machine": emulated(), "host_memory": "64MiB", "kernels": "eager"}
+    options["memory"] = exact.smallest_memory(Net(), (X,), machine=emulated(), host_memory="64MiB")
+    session = GuardedSession(Net(), "adamw", read_options(options))
+    searched, make_plan = [], session.lowering.make_plan
+
+    def counted(*given: Any) -> Plan:
+        searched.append(make_plan(*given))
+        return searched[-1]
+
+    session.lowering.make_plan = counted
+    plan = session.plan_only((X,), {})
+    assert plan is not None and not plan.layout.keeps_all
+    assert len(searched) == 1 and searched[0].layout == plan.layout
 
 
 def test_one_rank_is_the_same_as_none_named(smallest: int) -> None:

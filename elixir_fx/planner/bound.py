@@ -121,8 +121,10 @@ def update_compute_s(facts: Facts, machine: Machine) -> float:
         for p in facts.parameters
         if _updated(facts, p.gradient, p.trainable)
     )
-    rate = machine.stream_bytes_per_s
-    return nbytes / (rate if machine.unified else rate + machine.host_stream_bytes_per_s)
+    rate = machine.update_bytes_per_s(Tier.DEVICE)
+    if machine.updates_on_host:
+        rate += machine.update_bytes_per_s(Tier.HOST)
+    return nbytes / rate
 
 
 def _updated(facts: Facts, gradient: int | None, trainable: bool) -> bool:
@@ -134,7 +136,7 @@ def _pairs(machine: Machine, device: int, host: int) -> list[tuple[Tier, Tier, i
     if machine.unified:
         return [(Tier.DEVICE, Tier.DISK, device)]
     disk = (Tier.HOST, Tier.DISK, device + host)
-    if machine.host_stream_bytes_per_s:  # the relaxation says what need not pass the device
+    if machine.updates_on_host:  # the relaxation says what need not pass the device
         return [disk]
     return [(Tier.DEVICE, Tier.HOST, device), disk]
 

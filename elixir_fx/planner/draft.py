@@ -217,8 +217,7 @@ class Drafter:
     @property
     def _host_updates(self) -> bool:
         """Whether an optimizer can run on the host."""
-        able = self.machine.host_stream_bytes_per_s > 0 and not self.machine.unified
-        return able and Tier.HOST in self._tiers
+        return self.machine.updates_on_host and Tier.HOST in self._tiers
 
     def _serve_arena(self, choice: Choice, parts: _Parts) -> None:
         arena = choice.arena_bytes

@@ -289,7 +289,7 @@ class _Programme:
         self.flying = [rows.variables(cuts) for _ in groups]  # gradients on their way
         self.q = rows.variables(self.segments)
         self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
-        able = task.machine.host_stream_bytes_per_s and not task.machine.unified and updates
+        able = task.machine.updates_on_host and updates
         self.on_host = [rows.variable(most=1.0 if able else 0.0) for _ in groups]
         self.total_sent = 0.0
         self._memory(accumulates)
@@ -444,8 +444,8 @@ class _Programme:
     def _update(self) -> None:
         """The update behind the backward."""
         rows, task, n = self.rows, self.task, self.task.group.ranks
-        stream = task.machine.stream_bytes_per_s / task.unit_bytes
-        host = task.machine.host_stream_bytes_per_s / task.unit_bytes
+        stream = task.machine.update_bytes_per_s(Tier.DEVICE) / task.unit_bytes
+        host = task.machine.update_bytes_per_s(Tier.HOST) / task.unit_bytes
         optimizer = task.facts.optimizer
         each = n if optimizer is None or optimizer.elementwise else 1  # has so much less to do
         seconds = rows.variable(cost=1.0)
@@ -475,7 +475,7 @@ class _Programme:
             writes += [(1.0, write), (1.0, late)]
             device_s = group.traffic / each / stream
             compute += [(device_s, None), (-device_s, part)]
-            if host and not task.machine.unified:
+            if task.machine.updates_on_host:
                 on_host.append((group.traffic / each / host, part))
         self._links(seconds, reads, writes, compute)
         rows.at_least([(1.0, seconds), *_scaled(on_host, -1.0)], 0.0)

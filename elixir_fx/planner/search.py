@@ -189,7 +189,7 @@ class _Search:
     def _shares(self) -> tuple[float, ...]:
         """How much of the update to try on the host."""
         machine = self.space.machine
-        if machine.unified or not machine.host_stream_bytes_per_s:
+        if not machine.updates_on_host:
             return (0.0,)
         return tuple(sorted({0.0, round(self._relaxed.on_host, 3), 1.0}))
 
