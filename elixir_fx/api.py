@@ -58,6 +58,10 @@ def compile(
         ignore: paths of parameters that are left alone.
         plan: a Plan, or the path of one, instead of the planner's.
         machine: a Machine or the path of one; elixir_fx.testing.emulated(...) plays one.
+        dynamic_shapes: dimensions of the example inputs (or of the first call's) that stay open,
+            with their names, by parameter of forward or in the order of a tuple:
+            {"input_ids": {0: "batch", 1: "sequence"}}. One name is one size. `plan.largest`
+            answers how large each may get.
         passes: a pipeline, such as PIPELINE.after("prefetch", mine).
         dump: a folder that gets every stage of the graph as readable Python.
         kernels: "inductor" compiles the operations between our nodes, equal runs of them once;
@@ -106,7 +110,8 @@ def plan(
     """Plan without running: what `compile()` with these options would decide.
 
     The model may be on meta and is left as it is. `optimizer` may be a name ("adamw", "sgd").
-    `disk_memory` plans for a disk tier without naming a folder. With `ranks` it is the plan of
+    `disk_memory` plans for a disk tier without naming a folder. With `dynamic_shapes` the plan
+    answers `largest("batch")`. With `ranks` it is the plan of
     one of so many, each with a machine and budgets like these and links to the others, or on one
     host if the machine computes on its CPU; give a `machine` whose links to peers were measured
     for a forecast in seconds that means something.

@@ -38,6 +38,7 @@ class Options:
     machine: Machine | None = None
     passes: Pipeline = PIPELINE
     dump: Path | None = None
+    dynamic_shapes: Any = None
 
     def keep_by_path(self, paths: Sequence[str]) -> dict[str, str]:
         """Tiers that the user fixed, by parameter path. `keep={"wte": ...}` names a parameter

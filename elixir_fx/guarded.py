@@ -22,9 +22,10 @@ from torch import nn
 from elixir_fx.capture import Capture, ordinary_inputs, pretend_on
 from elixir_fx.compilation import Captured
 from elixir_fx.config import Options, limits
-from elixir_fx.dynamo import ForwardError
+from elixir_fx.dynamo import ForwardError, open_sizes
 from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
+from elixir_fx.named_sizes import Named, by_tensor, check_open, named_sizes
 from elixir_fx.plan import Group, Plan
 from elixir_fx.planner import search
 from elixir_fx.runtime.disk import Files
@@ -95,6 +96,7 @@ class GuardedSession(Session):
         self.is_full = False  # within full_parameters()
         self._syncs = True  # gradients are summed over the ranks
         self._calls = threading.local()  # of each thread: whether it only captures, and its stacks
+        self._size_names: Mapping[int, Mapping[int, str]] = {}  # of a capture under way
         self._capture = Capture(model, self)
 
     # -- a call ----------------------------------------------------------------------------
@@ -163,6 +165,7 @@ class GuardedSession(Session):
         """
         # What is made here outlives an inference mode that the caller may be in.
         with self.progress, torch.inference_mode(False), self._together():
+            check_open(self._named(args, kwargs))
             if not self._capture_only(args, kwargs):
                 return False
             self._settle()
@@ -187,6 +190,7 @@ class GuardedSession(Session):
     def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         """The plan for these inputs; the model is left as it is."""
         self.will_run = False
+        check_open(self._named(args, kwargs))
         with self.progress:
             self._capture_only(args, kwargs)
         return self.plan
@@ -219,12 +223,24 @@ class GuardedSession(Session):
                 pretend_on(self.model, self.device),
             ):
                 args, kwargs = ordinary_inputs((args, dict(kwargs)))
-                self._capture(*args, **kwargs)
+                named = [one for one in self._named(args, kwargs) if one.size > 1]
+                self._size_names = by_tensor(named)
+                with open_sizes({one.tensor: self._size_names[id(one.tensor)] for one in named}):
+                    self._capture(*args, **kwargs)
         except _Captured:
             return True
         finally:
             self._calls.dry = False
+            self._size_names = {}
         return False
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Named, ...]:
+        """The dimensions of these inputs that the user named."""
+        return named_sizes(self.model, self.options.dynamic_shapes, args, kwargs)
+
+    def size_names(self) -> Mapping[int, Mapping[int, str]]:
+        """Names of dimensions, while the inputs that they are of are captured."""
+        return self._size_names
 
     def _settle(self) -> None:
         """Make the engine and move every parameter to its home."""

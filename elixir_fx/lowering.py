@@ -22,7 +22,7 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner import Formulas, Values, at, schedule, search
+from elixir_fx.planner import Formulas, Values, at, demand, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
@@ -134,14 +134,15 @@ class Lowering:
             made = self.schedule(facts, plan)
             self.plan = plan.with_schedule(made)
             known[step.key] = made
-        step.layout, step.schedule = self.plan.layout, known[step.key]
-        formulas = None
-        if step.symbols:
-            formulas = Formulas.over(
-                tuple(symbol for _, symbol in step.symbols),
-                storages=step.storage_formulas,
-                nodes=step.node_formulas,
+        formulas = _formulas(step) if step.symbols else None
+        if formulas is not None and formulas.sizes:
+            known[step.key] = replace(
+                known[step.key],
+                sizes=tuple(formulas.sizes.items()),
+                demand=demand(facts, formulas, self.plan.layout),
             )
+            self.plan = self.plan.with_known(known[step.key])
+        step.layout, step.schedule = self.plan.layout, known[step.key]
         remember(self.captured, step.key, Admitted(facts=facts, formulas=formulas), KEPT)
 
     def adopt(self, key: str, facts: Facts, plan: Plan, sparse: frozenset[str]) -> None:
@@ -222,6 +223,18 @@ class Lowering:
             fresh = measure_operators(_calls(specs), MEASURE_S)
         cache.add(fresh)
         return {**found, **fresh}
+
+
+def _formulas(step: StepGraph) -> Formulas:
+    """The sizes of a step with dynamic dimensions, as formulas of them."""
+    hints = step.symbol_hints
+    return Formulas.over(
+        tuple(hints),
+        names=tuple(step.size_names.get(symbol, "") for symbol in hints),
+        captured=tuple(hints.values()),
+        storages=step.storage_formulas,
+        nodes=step.node_formulas,
+    )
 
 
 def remember(memory: dict[Any, Any], key: object, value: object, most: int) -> None:

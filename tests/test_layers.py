@@ -16,7 +16,7 @@ PACKAGE = ROOT / "elixir_fx"
 # rooms on one floor do not know each other.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"errors": ("errors",)},
-    {"data": ("units", "facts", "machine", "plan")},
+    {"data": ("units", "facts", "machine", "formula", "demand", "plan")},
     {
         "planner": ("planner",),
         "runtime": ("runtime",),
@@ -35,6 +35,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "inductor",
             "joint",
             "kernels",
+            "named_sizes",
             "step_cache",
         ),
     },

@@ -9,11 +9,21 @@ bound     what no plan can beat                     seconds
 draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
 arrivals  regions that come one at a time           plan
-shapes    facts at other sizes of the inputs        facts
+shapes    facts at other sizes of the inputs        facts, demand
+polynomials  what is live, at any size              formulas
 """
 
 from elixir_fx.planner.footprint import live_peak_bytes
 from elixir_fx.planner.search import schedule, search, smallest
-from elixir_fx.planner.shapes import Formulas, Values, at
+from elixir_fx.planner.shapes import Formulas, Values, at, demand
 
-__all__ = ["Formulas", "Values", "at", "live_peak_bytes", "schedule", "search", "smallest"]
+__all__ = [
+    "Formulas",
+    "Values",
+    "at",
+    "demand",
+    "live_peak_bytes",
+    "schedule",
+    "search",
+    "smallest",
+]
