@@ -25,8 +25,10 @@ from elixir_fx.config import Options, limits
 from elixir_fx.dynamo import ForwardError, open_sizes
 from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
+from elixir_fx.lowering import Admitted
+from elixir_fx.machine import Machine
 from elixir_fx.named_sizes import Named, by_tensor, check_open, named_sizes
-from elixir_fx.plan import Group, Plan
+from elixir_fx.plan import ONE_RANK, Group, Plan
 from elixir_fx.planner import search
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.heap import bound_heap
@@ -64,6 +66,14 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def planned_group(machine: Machine, ranks: int) -> tuple[Machine, Group]:
+    """A machine and the ranks to plan for that are not there: each has such a machine, and links
+    to the others, or all are on one host if it computes on its CPU."""
+    if ranks == 1:
+        return machine, ONE_RANK
+    return machine.with_peers(), Group(ranks=ranks, shared=machine.unified)
+
+
 class _Captured(BaseException):
     """Stops a call between its capture and its first operation. Never leaves this file."""
 
@@ -88,8 +98,8 @@ class GuardedSession(Session):
             group = team.group
             self.lowering.share_plan = team.share_plan
         elif planned_ranks > 1:
-            self.machine = self.lowering.machine = self.machine.with_peers()
-            group = Group(ranks=planned_ranks, shared=self.machine.unified)
+            self.machine, group = planned_group(self.machine, planned_ranks)
+            self.lowering.machine = self.machine
         if group is not None:
             self.lowering.group = group
             self.lowering.make_plan = partial(search, group=group)
@@ -197,6 +207,10 @@ class GuardedSession(Session):
 
     def facts_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
         """The facts of the step for these inputs, whatever the budgets."""
+        return self.captured_only(args, kwargs).facts
+
+    def captured_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admitted:
+        """The step for these inputs as it is known to the planner, whatever the budgets."""
         self.lowering.limits = replace(self.lowering.limits, device=sys.maxsize)
         try:
             self.plan_only(args, kwargs)
@@ -204,7 +218,7 @@ class GuardedSession(Session):
             self.lowering.limits = limits(self.options, self.machine)
         if not self.lowering.captured:
             raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
-        return next(reversed(self.lowering.captured.values())).facts
+        return next(reversed(self.lowering.captured.values()))
 
     def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Capture and plan with gradients on wherever something requires them."""

@@ -78,6 +78,7 @@ class Lowering:
     optimizer: OptimizerFacts | None
     progress: Callable[[str], None]
     plan: Plan | None = None
+    times_all: bool = False  # operators, even where nothing has to move
     make_plan: MakePlan = search
     share_plan: SharePlan = own_plan
     group: Group = ONE_RANK
@@ -194,7 +195,7 @@ class Lowering:
         limits = replace(self.limits, device=max(0, self.limits.device - spare_bytes))
         self.progress("planning")
         plan = self.make_plan(step.facts(), self.machine, limits, pins)
-        if plan.layout.keeps_all:
+        if plan.layout.keeps_all and not self.times_all:
             return plan
         if self.machine.unified and not plan.layout.all_home:
             bound_heap()  # before the first large tensor: what a heap holds it keeps

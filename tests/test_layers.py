@@ -46,6 +46,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"guarded": ("guarded",), "regions": ("regions",)},
     {"module": ("module",)},
     {"api": ("api",), "backend": ("backend",)},
+    {"sweep": ("sweep",)},
     {"testing": ("testing",), "front": ("__init__",)},
 )
 ROOMS = {name: room for floor in FLOORS for room, names in floor.items() for name in names}

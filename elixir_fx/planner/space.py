@@ -19,7 +19,7 @@ from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
 from elixir_fx.planner.pack import away_tiers, chunk_sizes, pack, pinned_tiers
 from elixir_fx.planner.place import Stay
-from elixir_fx.units import GIB, KIB, MIB, sizes
+from elixir_fx.units import round_up, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,12 +216,3 @@ def make_schedule(
         else tuple(Reduce(chunk=chunk, after=facts.nodes[after]) for chunk, after in reduces),
         forecast=forecast(player, layout, stays, limits),
     )
-
-
-def round_up(nbytes: int) -> str:
-    """Bytes as a user would write them: not less, and hardly more."""
-    if nbytes > 16 * GIB:
-        return f"{-(-nbytes * 10 // GIB) / 10:g}GiB"
-    if nbytes > 10 * MIB:
-        return f"{-(-nbytes // MIB)}MiB"
-    return f"{-(-nbytes // KIB)}KiB"

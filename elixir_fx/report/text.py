@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Forecast, Layout, Plan
 from elixir_fx.units import sizes, times
@@ -28,13 +29,14 @@ def plan_text(plan: Plan) -> str:
     layout = plan.layout
     parts = [
         f"plan for {plan.machine}",
-        _table(
+        table(
             ("chunks", "holds", "count", "dtype", "each", "total", "param", "grad", "states"),
             (_row(fold) for fold in folded(layout.chunks)),
             left=(0, 1, 3, 6, 7, 8),
         ),
         _homes_text(layout.chunks),
         _memory_text(plan),
+        _sizes_text(plan),
     ]
     parts += [_schedule_text(plan, index) for index in range(len(plan.schedules))]
     parts += [f"note: {note}" for note in plan.notes]
@@ -169,7 +171,7 @@ def _memory_text(plan: Plan) -> str:
     if limits.disk:
         mapped = f"of that mapped {sizes(layout.mapped_bytes)}" if layout.mapped_bytes else ""
         rows.append(("disk", layout.disk_bytes, limits.disk, mapped))
-    return _table(
+    return table(
         ("memory", "planned", "budget", "used", ""),
         (
             (tier, sizes(used), sizes(budget), f"{used / budget:.0%}" if budget else "-", what)
@@ -177,6 +179,17 @@ def _memory_text(plan: Plan) -> str:
         ),
         left=(0, 4),
     )
+
+
+def _sizes_text(plan: Plan) -> str:
+    """How large each named size may get in this layout, the others as they were captured."""
+    parts = []
+    for name, captured in plan.sizes.items():
+        try:
+            parts.append(f"largest {name} {plan.largest(name)} (captured with {captured})")
+        except PlanError as error:
+            parts.append(str(error))
+    return ", ".join(parts)
 
 
 def _peak(plan: Plan, name: str) -> int:
@@ -223,7 +236,7 @@ def _schedule_text(plan: Plan, index: int) -> str:
 
 def stats_text(stats: Mapping[str, float]) -> str:
     """What a step did: `ElixirModule.stats()`, one line a number."""
-    return _table(
+    return table(
         ("step", "measured"), ((name, quantity(name, value)) for name, value in stats.items())
     )
 
@@ -238,7 +251,7 @@ def comparison_text(forecast: Forecast, stats: Mapping[str, float]) -> str:
         planned = expected[name]
         ratio = f"{measured / planned:.2f}" if planned else "-"
         rows.append((name, quantity(name, planned), quantity(name, measured), ratio))
-    return _table(("step", "forecast", "measured", "measured/forecast"), rows)
+    return table(("step", "forecast", "measured", "measured/forecast"), rows)
 
 
 def quantity(name: str, value: float) -> str:
@@ -250,13 +263,11 @@ def quantity(name: str, value: float) -> str:
     return f"{value:g}"
 
 
-def _table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)
-) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
     """Aligned columns; those in `left` to the left, numbers to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for index, column in enumerate(columns):
-        table.add_column(
+        drawn.add_column(
             column,
             justify="left" if index in left else "right",
             no_wrap=column != "holds",
@@ -264,8 +275,8 @@ def _table(
             overflow="fold",
         )
     for row in rows:
-        table.add_row(*(str(cell).replace("[", r"\[") for cell in row))
+        drawn.add_row(*(str(cell).replace("[", r"\[") for cell in row))
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, color_system=None, force_terminal=False)
-    console.print(table)
+    console.print(drawn)
     return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().splitlines())
