@@ -135,7 +135,7 @@ class Lowering:
             made = self.schedule(facts, plan)
             self.plan = plan.with_schedule(made)
             known[step.key] = made
-        formulas = _formulas(step) if step.symbols else None
+        formulas = _formulas(step) if step.symbols or step.size_names else None
         if formulas is not None and formulas.sizes:
             known[step.key] = replace(
                 known[step.key],
