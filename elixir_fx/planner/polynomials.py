@@ -115,6 +115,8 @@ def _powers(monomial: sympy.Expr) -> dict[sympy.Symbol, int] | None:
 def _never_negative(formula: sympy.Expr) -> bool:
     """Whether a size cannot be negative where all dynamic dimensions are 1 or more, as far as
     its form shows."""
+    if formula.is_Number:
+        return bool(formula >= 0)
     name, arguments = type(formula).__name__, formula.args
     if name in ("Mod", "PythonMod"):
         return _never_negative(arguments[1])
