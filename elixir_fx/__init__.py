@@ -20,5 +20,7 @@ from elixir_fx.errors import VerifyError as VerifyError
 from elixir_fx.module import ElixirModule as ElixirModule
 from elixir_fx.pipeline import PIPELINE as PIPELINE
 from elixir_fx.plan import Plan as Plan
+from elixir_fx.report.sweep import Sweep as Sweep
 from elixir_fx.runtime.parameters import AwayParameter as AwayParameter
 from elixir_fx.runtime.parameters import ChunkGradient as ChunkGradient
+from elixir_fx.sweep import sweep as sweep

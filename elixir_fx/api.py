@@ -59,6 +59,10 @@ def compile(
         plan: a Plan, or the path of one, instead of the planner's.
         machine: a Machine, the path of one, or, to plan for, a name of the catalogue
             ("h100-sxm"); elixir_fx.testing.emulated(...) plays one.
+        dynamic_shapes: dimensions of the example inputs (or of the first call's) that stay open,
+            with their names, by parameter of forward or in the order of a tuple:
+            {"input_ids": {0: "batch", 1: "sequence"}}. One name is one size. `plan.largest`
+            answers how large each may get.
         passes: a pipeline, such as PIPELINE.after("prefetch", mine).
         dump: a folder that gets every stage of the graph as readable Python.
         kernels: "inductor" compiles the operations between our nodes, equal runs of them once;
@@ -82,7 +86,7 @@ def compile_over(
     options: Mapping[str, Any],
 ) -> ElixirModule:
     """`compile()` with a disk tier whose system calls are those of `files`."""
-    _check_model(model)
+    check_model(model)
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ElixirError(f"optimizer is a {type(optimizer).__name__}, not a torch.optim optimizer")
     read = read_options(options)
@@ -93,7 +97,7 @@ def compile_over(
     team = team_of(read, device)
     compiled = ElixirModule(GuardedSession(model, optimizer, read, files, team))
     if example_inputs is not None:
-        args, kwargs = _inputs(example_inputs)
+        args, kwargs = positional_and_keyword(example_inputs)
         compiled._session.prepare(args, kwargs)
     return compiled
 
@@ -109,15 +113,16 @@ def plan(
     """Plan without running: what `compile()` with these options would decide.
 
     The model may be on meta and is left as it is. `optimizer` may be a name ("adamw", "sgd").
-    `disk_memory` plans for a disk tier without naming a folder. With `ranks` it is the plan of
+    `disk_memory` plans for a disk tier without naming a folder. With `dynamic_shapes` the plan
+    answers `largest("batch")`. With `ranks` it is the plan of
     one of so many, each with a machine and budgets like these and links to the others, or on one
     host if the machine computes on its CPU; give a `machine` whose links to peers were measured
     for a forecast in seconds that means something.
     Raises as `compile()` does.
     """
-    _check_model(model)
-    args, kwargs = _inputs(example_inputs)
-    _check_ranks(ranks)
+    check_model(model)
+    args, kwargs = positional_and_keyword(example_inputs)
+    check_ranks(ranks)
     session = GuardedSession(model, optimizer, read_options(options), planned_ranks=ranks)
     found = session.plan_only(args, kwargs)
     if found is None:
@@ -135,16 +140,17 @@ def smallest_memory(
 ) -> int:
     """The smallest `memory`, in bytes of each of the `ranks`, that `compile()` would accept with
     these options."""
-    _check_model(model)
-    args, kwargs = _inputs(example_inputs)
-    _check_ranks(ranks)
+    check_model(model)
+    args, kwargs = positional_and_keyword(example_inputs)
+    check_ranks(ranks)
     session = GuardedSession(model, optimizer, read_options(options), planned_ranks=ranks)
     facts = session.facts_only(args, kwargs)
     lowering = session.lowering
     return planner.smallest(facts, session.machine, lowering.limits, {}, lowering.group)
 
 
-def _check_ranks(ranks: int) -> None:
+def check_ranks(ranks: int) -> None:
+    """ElixirError for what is no number of ranks."""
     if not isinstance(ranks, int) or ranks < 1:
         raise ElixirError(f"ranks={ranks!r}: give the number of ranks, 1 or more")
 
@@ -203,7 +209,10 @@ def _plain(model: nn.Module) -> nn.Module:
     return model._session.model if isinstance(model, ElixirModule) else model
 
 
-def _inputs(example_inputs: Inputs) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+def positional_and_keyword(
+    example_inputs: Inputs,
+) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    """Example inputs as a call takes them. ElixirError for anything but a tuple or a dict."""
     if isinstance(example_inputs, Mapping):
         return (), example_inputs
     if isinstance(example_inputs, tuple):
@@ -224,7 +233,8 @@ def _check_values_wanted(model: nn.Module, options: Options) -> None:
         )
 
 
-def _check_model(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
+    """ElixirError for what is no plain module, or is compiled or wrapped already."""
     if not isinstance(model, nn.Module):
         raise ElixirError(f"model is a {type(model).__name__}, not an nn.Module")
     if any(isinstance(part, ElixirModule) for part in model.modules()) or any(

@@ -20,7 +20,8 @@ from elixir_fx.runtime.materialize import is_meta
 from elixir_fx.runtime.parameters import AwayParameter, AwayTensor
 from elixir_fx.step import Record
 
-OF_COMPILE = ("init", "weights", "plan")  # options that only elixir_fx.compile() has
+# Options that only elixir_fx.compile() has.
+OF_COMPILE = ("init", "weights", "plan", "dynamic_shapes")
 OF_BACKEND = ("model", "optimizer")
 _DELETED = object()  # in the place of one of these that was deleted
 

@@ -23,13 +23,17 @@ from torch import Tensor, fx, nn
 from torch._C._dynamo.eval_frame import reset_code
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from elixir_fx.compilation import Owner, Stale, compile_graph
 from elixir_fx.dynamo import (
     capture_error,
+    constant_size_error,
     data_dependent_error,
     loggers,
 )
@@ -82,6 +86,8 @@ class Capture:
                 except Stale:
                     self.forget()
                     return self.call(self.model, *args, **kwargs)
+        except ConstraintViolationError as error:
+            raise constant_size_error(self.model, error) from None
         except GuardOnDataDependentSymNode as error:
             raise data_dependent_error(self.model, error) from None
         except BackendCompilerFailed as error:

@@ -80,6 +80,9 @@ class Owner(Protocol):
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Buffers, likewise."""
 
+    def size_names(self) -> Mapping[int, Mapping[int, str]]:
+        """Names that the user gave to dimensions of the inputs under way, by id of the input."""
+
     def lower(self, step: StepGraph) -> Lowered:
         """What runs in the place of a step."""
 
@@ -123,6 +126,7 @@ def compile_graph(
         parameters=tuple({id(p): p for _, p in parameters}.values()),
         buffer_bytes=sum({id(b): b.nbytes for _, b in buffers}.values()),
         inputs=tuple(inputs),
+        sizes=alive.size_names(),
     )
     dynamic = any(isinstance(given, torch.SymInt) for given in inputs)
     # As in eager, a backward runs outside of the autocast that its forward was in.
@@ -199,6 +203,7 @@ class _Compilation:
     parameters: tuple[nn.Parameter, ...]
     buffer_bytes: int
     inputs: tuple[Any, ...]
+    sizes: Mapping[int, Mapping[int, str]]  # names of dimensions, by id of the input
     step: StepGraph | None = None
     captured: Captured | None = None
     lowered: Lowered | None = None
@@ -364,6 +369,7 @@ class _Compilation:
                     path=name.path,
                     aliases=name.aliases,
                     trainable=name.trainable,
+                    sizes=self.sizes.get(id(given), {}),
                 )
             )
         return tuple(found)

@@ -40,6 +40,7 @@ class Options:
     micro_batches: int = 1
     passes: Pipeline = PIPELINE
     dump: Path | None = None
+    dynamic_shapes: Any = None
 
     def keep_by_path(self, paths: Sequence[str]) -> dict[str, str]:
         """Tiers that the user fixed, by parameter path. `keep={"wte": ...}` names a parameter

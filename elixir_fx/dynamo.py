@@ -6,18 +6,22 @@ Beside `capture`, which traces. Uses underscored torch names; tried on torch 2.1
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.exc import ShortenTraceback, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import ChainedSource, GlobalSource  # type: ignore[attr-defined]
 from torch._ops import HigherOrderOperator
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.experimental.symbolic_shapes import (
+    ConstraintViolationError,
+    GuardOnDataDependentSymNode,
+)
 
 from elixir_fx.errors import CaptureError, ElixirError
 
@@ -137,6 +141,34 @@ def _method(name: str) -> Callable[..., Any]:
 
     call.__name__ = name
     return call
+
+
+@contextmanager
+def open_sizes(sizes: Mapping[Tensor, Iterable[int]]) -> Iterator[None]:
+    """Let a capture keep these dimensions of its inputs open, as symbols of their own, two that
+    have equal sizes too. The tensors stay as they were but for marks that are taken off again."""
+    before = [(tensor, dict(vars(tensor))) for tensor in sizes]
+    try:
+        for tensor, dimensions in sizes.items():
+            for dimension in dimensions:
+                torch._dynamo.mark_dynamic(tensor, dimension)
+        yield
+    finally:
+        for tensor, attributes in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+
+
+def constant_size_error(model: nn.Module, error: ConstraintViolationError) -> CaptureError:
+    """A dimension that was to be open and that what compiles the graph takes for a constant."""
+    reasons = [
+        line.strip(" -") for line in str(error).splitlines() if line.lstrip().startswith("-")
+    ]
+    reason = reasons[0].split(". If you")[0] if reasons else str(error).splitlines()[0]
+    return CaptureError(
+        f"{type(model).__name__}: a dimension of dynamic_shapes cannot change: {reason}. Let the "
+        "model compute with its size, or leave it out of dynamic_shapes"
+    )
 
 
 def sees_module_hooks() -> bool:

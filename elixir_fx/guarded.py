@@ -22,10 +22,13 @@ from torch import nn
 from elixir_fx.capture import Capture, ordinary_inputs, pretend_on
 from elixir_fx.compilation import Captured
 from elixir_fx.config import Options, limits
-from elixir_fx.dynamo import ForwardError
+from elixir_fx.dynamo import ForwardError, open_sizes
 from elixir_fx.errors import CaptureError, ElixirError, LayoutError, PlanError
 from elixir_fx.facts import Facts
-from elixir_fx.plan import Group, Plan
+from elixir_fx.lowering import Admitted
+from elixir_fx.machine import Machine
+from elixir_fx.named_sizes import Named, by_tensor, check_open, named_sizes
+from elixir_fx.plan import ONE_RANK, Group, Plan
 from elixir_fx.runtime.disk import Files
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.materialize import is_meta, materialize
@@ -62,6 +65,14 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+def planned_group(machine: Machine, ranks: int) -> tuple[Machine, Group]:
+    """A machine and the ranks to plan for that are not there: each has such a machine, and links
+    to the others, or all are on one host if it computes on its CPU."""
+    if ranks == 1:
+        return machine, ONE_RANK
+    return machine.with_ranks(ranks), Group(ranks=ranks, shared=machine.unified)
+
+
 class _Captured(BaseException):
     """Stops a call between its capture and its first operation. Never leaves this file."""
 
@@ -86,14 +97,15 @@ class GuardedSession(Session):
             group = team.group
             self.lowering.share_plan = team.share_plan
         elif planned_ranks > 1:
-            self.machine = self.lowering.machine = self.machine.with_ranks(planned_ranks)
+            self.machine, group = planned_group(self.machine, planned_ranks)
+            self.lowering.machine = self.machine
             self.lowering.limits = limits(options, self.machine)
-            group = Group(ranks=planned_ranks, shared=self.machine.unified)
         if group is not None:
             self.lowering.group = group
         self.is_full = False  # within full_parameters()
         self._syncs = True  # gradients are summed over the ranks
         self._calls = threading.local()  # of each thread: whether it only captures, and its stacks
+        self._size_names: Mapping[int, Mapping[int, str]] = {}  # of a capture under way
         self._capture = Capture(model, self)
 
     # -- a call ----------------------------------------------------------------------------
@@ -162,6 +174,7 @@ class GuardedSession(Session):
         """
         # What is made here outlives an inference mode that the caller may be in.
         with self.progress, torch.inference_mode(False), self._together():
+            check_open(self._named(args, kwargs))
             if not self._capture_only(args, kwargs):
                 return False
             self._settle()
@@ -186,12 +199,17 @@ class GuardedSession(Session):
     def plan_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Plan | None:
         """The plan for these inputs; the model is left as it is."""
         self.will_run = False
+        check_open(self._named(args, kwargs))
         with self.progress:
             self._capture_only(args, kwargs)
         return self.plan
 
     def facts_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
         """The facts of the step for these inputs, whatever the budgets."""
+        return self.captured_only(args, kwargs).facts
+
+    def captured_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Admitted:
+        """The step for these inputs as it is known to the planner, whatever the budgets."""
         self.lowering.limits = replace(self.lowering.limits, device=sys.maxsize)
         try:
             self.plan_only(args, kwargs)
@@ -199,7 +217,7 @@ class GuardedSession(Session):
             self.lowering.limits = limits(self.options, self.machine)
         if not self.lowering.captured:
             raise ElixirError(f"{type(self.model).__name__} does no tensor operation here")
-        return next(reversed(self.lowering.captured.values())).facts
+        return next(reversed(self.lowering.captured.values()))
 
     def _capture_only(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Capture and plan with gradients on wherever something requires them."""
@@ -218,12 +236,24 @@ class GuardedSession(Session):
                 pretend_on(self.model, self.device),
             ):
                 args, kwargs = ordinary_inputs((args, dict(kwargs)))
-                self._capture(*args, **kwargs)
+                named = [one for one in self._named(args, kwargs) if one.size > 1]
+                self._size_names = by_tensor(named)
+                with open_sizes({one.tensor: self._size_names[id(one.tensor)] for one in named}):
+                    self._capture(*args, **kwargs)
         except _Captured:
             return True
         finally:
             self._calls.dry = False
+            self._size_names = {}
         return False
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Named, ...]:
+        """The dimensions of these inputs that the user named."""
+        return named_sizes(self.model, self.options.dynamic_shapes, args, kwargs)
+
+    def size_names(self) -> Mapping[int, Mapping[int, str]]:
+        """Names of dimensions, while the inputs that they are of are captured."""
+        return self._size_names
 
     def _settle(self) -> None:
         """Make the engine and move every parameter to its home."""

@@ -22,7 +22,7 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner import Formulas, Values, at, check_plan, schedule, search
+from elixir_fx.planner import Formulas, Values, at, check_plan, demand, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
@@ -77,6 +77,7 @@ class Lowering:
     optimizer: OptimizerFacts | None
     progress: Callable[[str], None]
     plan: Plan | None = None
+    times_all: bool = False  # operators, even where nothing has to move
     make_plan: MakePlan | None = None
     share_plan: SharePlan = own_plan
     group: Group = ONE_RANK
@@ -136,14 +137,15 @@ class Lowering:
             made = self.schedule(facts, plan)
             self.plan = plan.with_schedule(made)
             known[step.key] = made
-        step.layout, step.schedule = self.plan.layout, known[step.key]
-        formulas = None
-        if step.symbols:
-            formulas = Formulas.over(
-                tuple(symbol for _, symbol in step.symbols),
-                storages=step.storage_formulas,
-                nodes=step.node_formulas,
+        formulas = _formulas(step) if step.symbols or step.size_names else None
+        if formulas is not None and formulas.sizes:
+            known[step.key] = replace(
+                known[step.key],
+                sizes=tuple(formulas.sizes.items()),
+                demand=demand(facts, formulas, self.plan.layout),
             )
+            self.plan = self.plan.with_known(known[step.key])
+        step.layout, step.schedule = self.plan.layout, known[step.key]
         remember(self.captured, step.key, Admitted(facts=facts, formulas=formulas), KEPT)
 
     def adopt(self, key: str, facts: Facts, plan: Plan, sparse: frozenset[str]) -> None:
@@ -202,7 +204,7 @@ class Lowering:
         limits = replace(self.limits, device=max(0, self.limits.device - spare_bytes))
         self.progress("planning")
         plan = self._plan(step, limits, pins)
-        if plan.layout.keeps_all:
+        if plan.layout.keeps_all and not self.times_all:
             return plan
         if self.machine.unified and not plan.layout.all_home:
             bound_heap()  # before the first large tensor: what a heap holds it keeps
@@ -241,6 +243,18 @@ class Lowering:
             fresh = measure_operators(_calls(specs), MEASURE_S)
         cache.add(fresh)
         return {**found, **fresh}
+
+
+def _formulas(step: StepGraph) -> Formulas:
+    """The sizes of a step with dynamic dimensions, as formulas of them."""
+    hints = step.symbol_hints
+    return Formulas.over(
+        tuple(hints),
+        names=tuple(step.size_names.get(symbol, "") for symbol in hints),
+        captured=tuple(hints.values()),
+        storages=step.storage_formulas,
+        nodes=step.node_formulas,
+    )
 
 
 def remember(memory: dict[Any, Any], key: object, value: object, most: int) -> None:

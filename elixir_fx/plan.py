@@ -6,17 +6,18 @@ forecast of doing so). The planner makes it, the rewrite passes carry it out.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from elixir_fx.demand import Demand
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 
 T = TypeVar("T")
 
-VERSION = 3
+VERSION = 4
 ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
 
 
@@ -310,13 +311,19 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """When chunks move in one captured graph, and what that is expected to cost."""
+    """When chunks move in one captured graph, and what that is expected to cost.
+
+    Of a graph whose dynamic dimensions have names, `sizes` are these with the values that the
+    forecast is for, and `demand` says the device memory at others.
+    """
 
     key: str
     trains: bool
     gathers: tuple[Gather, ...]
     reduces: tuple[Reduce, ...]
     forecast: Forecast
+    sizes: tuple[tuple[str, int], ...] = ()
+    demand: Demand | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,11 +341,49 @@ class Plan:
         """The forecast of the first schedule, the one that the layout was made for."""
         return self.schedules[0].forecast
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The named sizes of the inputs, at the values that the plan was made for."""
+        return dict(self._sized.sizes) if self._sized is not None else {}
+
+    @property
+    def _sized(self) -> Schedule | None:
+        """The first schedule of a graph with named sizes."""
+        return next((entry for entry in self.schedules if entry.demand is not None), None)
+
+    def largest(self, name: str, /, **others: int) -> int:
+        """The largest value of a named size ("batch") for which a call keeps to the device's
+        budget in this plan's layout; the other sizes as given, or as the plan was made for.
+
+        The rule is that by which the compiled model takes or refuses a call, for a graph that
+        keeps the dimension dynamic. PlanError if the plan has no such size, or for every value.
+        """
+        sized = self._sized
+        for asked in (name, *others):
+            if asked not in self.sizes:
+                known = f"it has {sorted(self.sizes)}" if sized else "it has none: name some with "
+                known += "" if sized else "dynamic_shapes={'input_ids': {0: 'batch'}}"
+                raise PlanError(f"this plan has no size {asked!r}; {known}")
+        for other, value in others.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise PlanError(f"{other}={value!r} is no size: give a whole number, 1 or more")
+        assert sized is not None and sized.demand is not None
+        fixed = {**self.sizes, **others}
+        del fixed[name]
+        return sized.demand.largest(name, fixed, self.limits.device)
+
     def with_schedule(self, schedule: Schedule, keep: int = 8) -> "Plan":
         """This plan with one more schedule; the first stays, the oldest of the rest goes."""
         first, *rest = self.schedules
         others = [known for known in rest if known.key != schedule.key]
         return replace(self, schedules=(first, *others[2 - keep :], schedule))
+
+    def with_known(self, schedule: Schedule) -> "Plan":
+        """This plan with another schedule in the place of the one that has its key."""
+        return replace(
+            self,
+            schedules=tuple(schedule if s.key == schedule.key else s for s in self.schedules),
+        )
 
     def to_json(self) -> str:
         return json.dumps({"elixir_fx_plan": VERSION, **asdict(self)}, indent=1)
@@ -392,10 +437,21 @@ def _schedule(data: dict[str, Any]) -> Schedule:
     forecast = dict(data["forecast"])
     for pairs in ("exposed", "largest"):
         forecast[pairs] = tuple(tuple(pair) for pair in forecast[pairs])
+    sizes = tuple((name, int(value)) for name, value in data["sizes"])
     return Schedule(
         key=data["key"],
         trains=data["trains"],
         gathers=tuple(Gather(**entry) for entry in data["gathers"]),
         reduces=tuple(Reduce(**entry) for entry in data["reduces"]),
         forecast=Forecast(**forecast),
+        sizes=sizes,
+        demand=_demand(data["demand"], dict(sizes)),
     )
+
+
+def _demand(data: dict[str, Any] | None, sizes: Mapping[str, int]) -> Demand | None:
+    if data is None:
+        return None
+    demand = Demand(**{**data, "live": tuple(data["live"])})
+    demand.peak(sizes)  # PlanError for what is no formula of these sizes
+    return demand

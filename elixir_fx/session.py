@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -158,6 +158,10 @@ class Session:
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_buffers(remove_duplicate=False)
+
+    def size_names(self) -> Mapping[int, Mapping[int, str]]:
+        """None, where graphs come from calls of the user's."""
+        return {}
 
     def lower(self, step: StepGraph) -> Lowered:
         """Annotate, plan, rewrite and split a step; what runs it through the engine."""

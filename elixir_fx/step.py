@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from elixir_fx.errors import CaptureError
 from elixir_fx.facts import Cost, Facts, Moves, OptimizerFacts, Parameter, Role, Storage
 from elixir_fx.plan import Chunk, Gather, Layout, Schedule
 
@@ -33,6 +34,7 @@ class Input:
     path: str
     aliases: tuple[str, ...] = ()
     trainable: bool = False  # a parameter that requires a gradient
+    sizes: Mapping[int, str] = field(default_factory=dict)  # names of its dimensions
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,14 +149,49 @@ class StepGraph:
     @cached_property
     def symbols(self) -> tuple[tuple["Dimension", sympy.Symbol], ...]:
         """The dynamic dimensions: where to read them from a call's inputs, and their symbols."""
+        return tuple((where, symbol) for symbol, (where, _) in self._symbols.items())
+
+    @cached_property
+    def symbol_hints(self) -> Mapping[sympy.Symbol, int]:
+        """The dynamic dimensions in the same order, with their sizes in the captured call."""
+        return {symbol: size for symbol, (_, size) in self._symbols.items()}
+
+    @cached_property
+    def _symbols(self) -> Mapping[sympy.Symbol, tuple["Dimension", int]]:
         placeholders = {node.name: node for node in self.nodes if node.op == "placeholder"}
-        found: dict[sympy.Symbol, Dimension] = {}
+        found: dict[sympy.Symbol, tuple[Dimension, int]] = {}
         for place, item in enumerate(self.inputs):
             for kind, index, size in _sizes(value(placeholders[item.node])):
                 formula = expression(size)
                 if isinstance(formula, sympy.Symbol):
-                    found.setdefault(formula, Dimension(place, kind, index))
-        return tuple((where, symbol) for symbol, where in found.items())
+                    found.setdefault(formula, (Dimension(place, kind, index), number(size)))
+        return found
+
+    @cached_property
+    def size_names(self) -> Mapping[sympy.Symbol, str]:
+        """What the user calls the dynamic dimensions. CaptureError for a name of what is a
+        constant in this graph, or follows from another."""
+        placeholders = {node.name: node for node in self.nodes if node.op == "placeholder"}
+        found: dict[sympy.Symbol, str] = {}
+        for item in self.inputs:
+            for dimension, name in item.sizes.items():
+                size = tensor(placeholders[item.node]).shape[dimension]
+                formula = expression(size)
+                if formula is None:
+                    raise CaptureError(
+                        f"dynamic_shapes: {name!r} cannot change: the model takes it for the "
+                        f"constant {number(size)}, as a view or reshape with a written number, a "
+                        "branch on the size or a mask of fixed length does. Let the model compute "
+                        f"with x.shape[{dimension}], or leave {name!r} out of dynamic_shapes"
+                    )
+                other = found.setdefault(formula, name)
+                if not isinstance(formula, sympy.Symbol) or other != name:
+                    same = f"{other!r}" if other != name else str(formula)
+                    raise CaptureError(
+                        f"dynamic_shapes: {name!r} is no size of its own: in this model it is "
+                        f"always {same}. Give both one name, or leave {name!r} out"
+                    )
+        return found
 
     @property
     def parameter_nodes(self) -> dict[str, fx.Node]:

@@ -63,6 +63,15 @@ def sizes(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def round_up(nbytes: int) -> str:
+    """Bytes as a user would write them: not less, and hardly more."""
+    if nbytes > 16 * GIB:
+        return f"{-(-nbytes * 10 // GIB) / 10:g}GiB"
+    if nbytes > 10 * MIB:
+        return f"{-(-nbytes // MIB)}MiB"
+    return f"{-(-nbytes // KIB)}KiB"
+
+
 def times(seconds: float) -> str:
     """Seconds for people, in ms; above 10 s in s, below 0.1 ms in us ("12.3 ms")."""
     magnitude = abs(seconds)

@@ -52,6 +52,9 @@ class _Owner:
     def cache_key(self, names: str) -> None:
         return None
 
+    def size_names(self) -> dict[int, dict[int, str]]:
+        return {}
+
     def lower(self, step: StepGraph) -> NoReturn:
         self.found.append(step)
         raise _CapturedError

@@ -16,7 +16,9 @@ PACKAGE = ROOT / "elixir_fx"
 # rooms on one floor do not know each other.
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"errors": ("errors",)},
-    {"data": ("units", "facts", "catalogue", "machine", "plan")},
+    {
+        "data": ("units", "facts", "catalogue", "machine", "formula", "demand", "plan"),
+    },
     {
         "planner": ("planner",),
         "runtime": ("runtime",),
@@ -35,6 +37,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
             "inductor",
             "joint",
             "kernels",
+            "named_sizes",
             "step_cache",
         ),
     },
@@ -45,6 +48,7 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"guarded": ("guarded",), "regions": ("regions",)},
     {"module": ("module",)},
     {"api": ("api",), "backend": ("backend",)},
+    {"sweep": ("sweep",)},
     {"testing": ("testing",), "front": ("__init__",)},
     {"cli": ("cli",)},
 )

@@ -8,6 +8,7 @@ from graphs_facts import ADAMW, SGD, Builder, cpu, gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elixir_fx.demand import Demand
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Tier
@@ -142,15 +143,58 @@ def test_a_plan_comes_back_from_json_equal(group: Group, tmp_path: Any) -> None:
     assert Plan.load(tmp_path / "plan.json") == plan
 
 
+def sized(device: int) -> Plan:
+    """A plan with sizes, by hand: 1000 bytes and 10 a sample, or 3 a sample and token."""
+    facts = gpt(1, 64, 100, 8)
+    made = search(facts, cpu(), Limits(device=HUGE, disk=HUGE))
+    demand = Demand(constant_bytes=1000, update_bytes=0, live=("10*batch + 7", "3*batch*sequence"))
+    sizes = (("batch", 4), ("sequence", 16))
+    schedule = replace(made.schedules[0], sizes=sizes, demand=demand)
+    return replace(made.with_known(schedule), limits=Limits(device=device))
+
+
+def test_the_largest_size_that_fits() -> None:
+    plan = sized(3000)
+    assert plan.sizes == {"batch": 4, "sequence": 16}
+    assert plan.largest("batch") == 2000 // 48
+    assert plan.largest("sequence") == 2000 // 12
+    assert plan.largest("batch", sequence=1) == 1993 // 10
+    assert plan.largest("sequence", batch=10) == 2000 // 30
+
+
+def test_sizes_come_back_from_json() -> None:
+    plan = sized(3000)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan and again.largest("batch") == plan.largest("batch")
+    with pytest.raises(PlanError, match="'heads'; known are"):
+        Plan.from_json(plan.to_json().replace("3*batch*sequence", "3*batch*heads"))
+    with pytest.raises(PlanError, match="is not a formula"):
+        Plan.from_json(plan.to_json().replace("3*batch*sequence", "3*batch*"))
+
+
+def test_sizes_that_a_plan_does_not_have() -> None:
+    plan = sized(3000)
+    with pytest.raises(PlanError, match=r"no size 'heads'; it has \['batch', 'sequence'\]"):
+        plan.largest("heads")
+    with pytest.raises(PlanError, match="no size 'heads'"):
+        plan.largest("batch", heads=2)
+    with pytest.raises(PlanError, match="sequence=0 is no size"):
+        plan.largest("batch", sequence=0)
+    with pytest.raises(PlanError, match=r"batch = 1 needs .* with sequence = 5000"):
+        plan.largest("batch", sequence=5000)
+    with pytest.raises(PlanError, match="it has none: name some with dynamic_shapes"):
+        search(gpt(1, 64, 100, 8), cpu(), Limits(device=HUGE)).largest("batch")
+
+
 MALFORMED = {
     "no JSON": "plan",
     "nothing": "{}",
     "a list": "[]",
     "another version": '{"elixir_fx_plan": 0}',
-    "no layout": '{"elixir_fx_plan": 3, "machine": "", "limits": {"device": 1}}',
-    "limits": '{"elixir_fx_plan": 3, "machine": "", "limits": [1], "layout": {}}',
+    "no layout": '{"elixir_fx_plan": 4, "machine": "", "limits": {"device": 1}}',
+    "limits": '{"elixir_fx_plan": 4, "machine": "", "limits": [1], "layout": {}}',
     "a text": '"plan"',
-    "homes": '{"elixir_fx_plan": 3, "machine": "", "limits": {"device": 1}, '
+    "homes": '{"elixir_fx_plan": 4, "machine": "", "limits": {"device": 1}, '
     '"layout": {"chunks": [{"homes": []}]}}',
 }
 

@@ -11,12 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import _CapturedError, _Owner
 from torch import Tensor, nn
+from torch.utils._sympy.functions import FloorDiv
 
 from elixir_fx.capture import Capture
-from elixir_fx.facts import Facts
+from elixir_fx.errors import PlanError
+from elixir_fx.facts import Facts, Role, Storage
+from elixir_fx.formula import evaluate
+from elixir_fx.machine import Tier
 from elixir_fx.pipeline import PIPELINE, annotate
 from elixir_fx.plan import Limits
-from elixir_fx.planner import Formulas, at, schedule, search
+from elixir_fx.planner import Formulas, at, demand, schedule, search
+from elixir_fx.planner.polynomials import live_formulas
 from elixir_fx.runtime.probe import probe
 from elixir_fx.step import StepGraph
 from elixir_fx.testing import emulated
@@ -129,6 +134,95 @@ def test_the_peak_grows(batch: int, length: int) -> None:
     small = schedule(known, MACHINE, limits, layout).forecast.peak_device_bytes
     large = at(known, formulas, (batch + 1, length + 7))
     assert schedule(large, MACHINE, limits, layout).forecast.peak_device_bytes >= small
+
+
+# -- as formulas, for any size ----------------------------------------------------------------
+
+
+@given(sizes, sizes, sizes, sizes, st.booleans())
+@settings(max_examples=50)
+def test_the_demand_is_the_peak_of_a_schedule(
+    a: int, b: int, batch: int, length: int, keeps: bool
+) -> None:
+    """At any sizes: what `schedule` finds with the facts evaluated there."""
+    known, formulas = facts(a, b)
+    formulas = replace(formulas, names=("batch", "length"), captured=(a, b))
+    limits = Limits(device=GIB, host=GIB)
+    pins = {} if keeps else {"w": Tier.HOST}
+    layout = search(known, MACHINE, limits, pins).layout
+    assert layout.keeps_all == keeps
+    found = demand(known, formulas, layout).peak({"batch": batch, "length": length})
+    there = at(known, formulas, formulas.values({"batch": batch, "length": length}))
+    assert found == schedule(there, MACHINE, limits, layout).forecast.peak_device_bytes
+
+
+def test_values_of_symbols() -> None:
+    """A name for several symbols settles all of them; a symbol without one is as captured."""
+    formulas = Formulas(symbols=(S, T), names=("batch", ""), captured=(4, 16))
+    assert formulas.sizes == {"batch": 4}
+    assert formulas.values({}) == (4, 16) and formulas.values({"batch": 9}) == (9, 16)
+    both = Formulas(symbols=(S, T), names=("n", "n"), captured=(4, 4))
+    assert both.sizes == {"n": 4} and both.values({"n": 7}) == (7, 7)
+
+
+def lives(*formulas: sympy.Expr) -> tuple[int, list[tuple[Storage, int]], dict[str, sympy.Expr]]:
+    """Storages with these bytes, each alone at its position."""
+    found = [
+        Storage(
+            name=f"s{place}", role=Role.TEMPORARY, path="", source="", nbytes=int(formula)
+            if formula.is_Integer else 0, born=place, dies=place, readers=(),
+        )
+        for place, formula in enumerate(formulas)
+    ]  # fmt: skip
+    given = {f"s{place}": f for place, f in enumerate(formulas) if f.free_symbols}
+    return len(formulas), [(storage, storage.dies) for storage in found], given
+
+
+@pytest.mark.parametrize(
+    ("formulas", "text"),
+    [
+        ((4 * S * T, 8 * S * T), ("8*s*t",)),
+        ((4 * S * T, 4 * S * T, sympy.Integer(4)), ("4*s*t",)),
+        ((4 * S * (T - 1), 4 * S * T), ("4*s*t",)),
+        ((S * T, S + T - 1), ("1*s*t",)),  # (s - 1)(t - 1) is never negative
+        ((S * S, 8 * S), ("1*s**2", "8*s")),
+        ((8 * S, sympy.Integer(100)), ("100", "8*s")),
+        ((4 * sympy.floor(S / 3), sympy.Integer(0)), ("4*((s)//(3))",)),
+        ((sympy.Max(S, 8) - 4, sympy.Max(S, 8)), ("1*max(8, s)",)),
+    ],
+)
+def test_what_another_covers_is_left_out(formulas: Any, text: tuple[str, ...]) -> None:
+    assert sorted(live_formulas(*lives(*formulas))) == sorted(text)
+
+
+EXPRESSIONS = st.recursive(
+    st.sampled_from([S, T, S - 1, T + 7]) | st.integers(1, 9).map(sympy.Integer),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map(lambda pair: pair[0] + pair[1]),
+        st.tuples(inner, inner).map(lambda pair: pair[0] * pair[1]),
+        st.tuples(inner, st.integers(2, 9)).map(lambda pair: sympy.floor(pair[0] / pair[1])),
+        st.tuples(inner, st.integers(2, 9)).map(lambda pair: sympy.ceiling(pair[0] / pair[1])),
+        st.tuples(inner, st.integers(2, 9)).map(lambda pair: sympy.Mod(*pair)),
+        st.tuples(inner, inner).map(lambda pair: sympy.Max(*pair)),
+        st.tuples(inner, inner).map(lambda pair: sympy.Min(*pair)),
+        st.tuples(inner, st.integers(2, 9)).map(lambda pair: FloorDiv(*map(sympy.S, pair))),
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.lists(EXPRESSIONS, min_size=1, max_size=5), sizes, sizes)
+@settings(max_examples=100, deadline=None)
+def test_formulas_are_exact(formulas: list[sympy.Expr], s: int, t: int) -> None:
+    """The most of them is the most of the expressions, at any sizes, whatever was left out."""
+    found = live_formulas(*lives(*formulas))
+    expected = max(int(formula.xreplace({S: s, T: t})) for formula in formulas)
+    assert max(evaluate(text, {"s": s, "t": t}) for text in found) == expected
+
+
+def test_what_no_formula_can_say() -> None:
+    with pytest.raises(PlanError, match=r"cos is more than .* leave that dimension out"):
+        live_formulas(*lives(sympy.cos(S)))
 
 
 # -- of captured graphs ----------------------------------------------------------------------

@@ -9,20 +9,22 @@ bound     what no plan can beat                     seconds
 draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
 arrivals  regions that come one at a time           plan
-shapes    facts at other sizes of the inputs        facts
+shapes    facts at other sizes of the inputs        facts, demand
+polynomials  what is live, at any size              formulas
 check     a plan that somebody gave                 errors
 """
 
 from elixir_fx.planner.check import check_plan
 from elixir_fx.planner.footprint import live_peak_bytes
 from elixir_fx.planner.search import schedule, search, smallest
-from elixir_fx.planner.shapes import Formulas, Values, at
+from elixir_fx.planner.shapes import Formulas, Values, at, demand
 
 __all__ = [
     "Formulas",
     "Values",
     "at",
     "check_plan",
+    "demand",
     "live_peak_bytes",
     "schedule",
     "search",

@@ -23,6 +23,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from elixir_fx.demand import Demand
 from elixir_fx.facts import Facts, OptimizerFacts, Role, Storage
 from elixir_fx.machine import Tier
 from elixir_fx.plan import ONE_RANK, Chunk, Group, Homes, Layout, align
@@ -185,6 +186,12 @@ class Footprint:
         )
 
     @cached_property
+    def kept_deaths(self) -> tuple[tuple[Storage, int], ...]:
+        """The same where everything stays on the device: gradients live to the end."""
+        end = len(self.facts.nodes) - 1
+        return tuple((s, end if s.role == Role.GRADIENT else d) for s, d in self.last_deaths)
+
+    @cached_property
     def live(self) -> NDArray[np.int64]:
         """Live bytes by position, while gradients go home by reduces."""
         return _profile(len(self.facts.nodes), self.last_deaths)
@@ -192,11 +199,7 @@ class Footprint:
     @cached_property
     def live_kept(self) -> NDArray[np.int64]:
         """Live bytes by position where everything stays on the device."""
-        end = len(self.facts.nodes) - 1
-        return _profile(
-            len(self.facts.nodes),
-            [(s, end if s.role == Role.GRADIENT else dies) for s, dies in self.last_deaths],
-        )
+        return _profile(len(self.facts.nodes), self.kept_deaths)
 
     @cached_property
     def live_peak(self) -> int:
@@ -220,10 +223,16 @@ class Footprint:
         """Device bytes of a layout at the step's peak. `held_bytes` are activations of other
         graphs that are there in forward and backward."""
         live = self.live_kept if layout.keeps_all else self.live
-        running = int(live.max(initial=0)) + held_bytes
+        return self.demand(layout, [str(live.max(initial=0))]).peak({}, held_bytes)
+
+    def demand(self, layout: Layout, live: Iterable[str]) -> Demand:
+        """What a layout takes on the device, with formulas for what is live in it."""
         constant = self.constant([chunk.homes for chunk in layout.chunks])
-        constant += layout.arena_bytes + layout.shared_bytes
-        return constant + max(running, self.layout_update_bytes(layout))
+        return Demand(
+            constant_bytes=constant + layout.arena_bytes + layout.shared_bytes,
+            update_bytes=self.layout_update_bytes(layout),
+            live=tuple(live),
+        )
 
     def update_bytes(
         self, states_away: Container[int], update_numel: int, on_host: Container[int] = ()

@@ -273,8 +273,6 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
     """All that is expected of a steady step of `layout`, times and bytes."""
     timing = player.play(layout, stays)
     footprint = player.footprint
-    homes = [chunk.homes for chunk in layout.chunks]
-    constant = footprint.constant(homes) + layout.arena_bytes + layout.shared_bytes
     live = footprint.live_kept if layout.keeps_all else footprint.live
     update = footprint.layout_update_bytes(layout)
     peak_live = int(live.max(initial=0))
@@ -300,7 +298,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
             player.micro_batches,
             timing.step_s,
         ),
-        peak_device_bytes=constant + max(peak_live, update),
+        peak_device_bytes=footprint.layout_peak(layout),
         peak_host_bytes=layout.host_bytes
         + layout.staging_bytes
         + footprint.layout_host_update_bytes(layout),

@@ -49,8 +49,8 @@ from elixir_fx.planner.place import (
     uses,
 )
 from elixir_fx.planner.relaxation import Relaxed, relax
-from elixir_fx.planner.space import Space, make_schedule, nearest, round_up
-from elixir_fx.units import sizes
+from elixir_fx.planner.space import Space, make_schedule, nearest
+from elixir_fx.units import round_up, sizes
 
 FINALISTS = 3  # choices of the survey that are varied
 ROUNDS = 3  # of changes, while they help

@@ -20,7 +20,7 @@ from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
 from elixir_fx.planner.pack import away_tiers, chunk_sizes, pack, pinned_tiers
 from elixir_fx.planner.place import Stay
-from elixir_fx.units import GIB, KIB, MIB, sizes
+from elixir_fx.units import round_up, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,12 +224,3 @@ def nearest(sizes: Sequence[int], wanted: int, count: int) -> list[int]:
     """The `count` sizes nearest to `wanted`, as factors."""
     far = sorted(sizes, key=lambda size: abs(math.log(max(size, 1) / max(wanted, 1))))
     return far[:count]
-
-
-def round_up(nbytes: int) -> str:
-    """Bytes as a user would write them: not less, and hardly more."""
-    if nbytes > 16 * GIB:
-        return f"{-(-nbytes * 10 // GIB) / 10:g}GiB"
-    if nbytes > 10 * MIB:
-        return f"{-(-nbytes // MIB)}MiB"
-    return f"{-(-nbytes // KIB)}KiB"

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Forecast, Layout, Plan
 from elixir_fx.units import sizes, times
@@ -31,6 +32,7 @@ def plan_text(plan: Plan) -> str:
         _chunks_text(layout.chunks),
         _homes_text(layout.chunks),
         _memory_text(plan),
+        _sizes_text(plan),
     ]
     parts += [_schedule_text(plan, index) for index in range(len(plan.schedules))]
     parts += [f"note: {note}" for note in plan.notes]
@@ -188,6 +190,17 @@ def _memory_text(plan: Plan) -> str:
         ),
         left=(0, 4),
     )
+
+
+def _sizes_text(plan: Plan) -> str:
+    """How large each named size may get in this layout, the others as they were captured."""
+    parts = []
+    for name, captured in plan.sizes.items():
+        try:
+            parts.append(f"largest {name} {plan.largest(name)} (captured with {captured})")
+        except PlanError as error:
+            parts.append(str(error))
+    return ", ".join(parts)
 
 
 def _peak(plan: Plan, name: str) -> int:
