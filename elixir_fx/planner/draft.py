@@ -44,6 +44,7 @@ from elixir_fx.planner.place import (
     uses,
 )
 
+ON_HOST = Homes(parameters=Tier.HOST, gradients=Tier.HOST, states=Tier.HOST)
 WHOLE = 1 << 62  # elements of a unit: the whole chunk, before it is known how it is cut
 STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 
@@ -366,11 +367,9 @@ class Drafter:
         }
         return Layout(
             chunks=tuple(
-                replace(
-                    sizes.chunk,
-                    homes=_homes(sizes.chunk.id, tiers),
-                    update=Tier.HOST if sizes.chunk.id in parts.hosted else Tier.DEVICE,
-                )
+                replace(sizes.chunk, homes=ON_HOST, update=Tier.HOST)
+                if sizes.chunk.id in parts.hosted
+                else replace(sizes.chunk, homes=_homes(sizes.chunk.id, tiers))
                 for sizes in self._sizes
             ),
             gather_bytes=self._area(choice, parts),
