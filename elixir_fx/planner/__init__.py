@@ -10,6 +10,9 @@ draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
 arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts
+arranged  a whole plan from given decisions         plan
+baselines what others would decide                  plans
+elixir_rule  what the paper's rule would            plan
 """
 
 from elixir_fx.planner.footprint import live_peak_bytes
