@@ -42,8 +42,6 @@ from elixir_fx.planner.place import Stay, Use, extent, first_call, place, uses
 MOST_BLOCKS = 3
 HUGE = 1 << 60  # bytes or elements that nothing reaches
 TOLERANCE = 1e-9  # relative: less is rounding
-# The forecast does not tell an update on the host from one on the device yet.
-PLAYS_HOST_UPDATES = False
 
 
 class OracleError(AssertionError):
@@ -189,7 +187,7 @@ def _options(oracle: _Oracle, chunk: Chunk) -> list[_Option]:
         for p, g, s in product(places, repeat=3)
     ]
     host = Homes(parameters=Tier.HOST, gradients=Tier.HOST, states=Tier.HOST)
-    if PLAYS_HOST_UPDATES and Tier.HOST in places and oracle.machine.host_stream_bytes_per_s > 0:
+    if Tier.HOST in places and oracle.machine.host_stream_bytes_per_s > 0:
         found.append(_Option(host, Tier.HOST))
     return found
 
@@ -283,11 +281,12 @@ class _Table:
                     row[loads] += moving + self._latency_bytes(into)
                 if on_device and moving and part is not Part.GRADIENTS:
                     row[stores] += moving + back
-        rate = self.oracle.machine.stream_bytes_per_s
-        if on_device:
+        machine = self.oracle.machine
+        if trains:
+            rate = machine.update_bytes_per_s(option.update)
             row[_UPDATE_S] = sizes.elements * sizes.optimizer.read_bytes / rate
         if trains and option.homes.gradients is not Tier.DEVICE:
-            row[_COPY_S] = 2 * chunk.nbytes / rate
+            row[_COPY_S] = 2 * chunk.nbytes / machine.stream_bytes_per_s
         return row
 
     def _hops(self, home: Tier) -> list[tuple[tuple[Tier, Tier], tuple[int, int, int, int]]]:
