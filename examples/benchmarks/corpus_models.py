@@ -295,8 +295,14 @@ def _saved(facts: Facts, storage: Storage, end: int) -> bool:
     return (
         storage.role is Role.ACTIVATION
         and storage.dies >= facts.backward
-        and not any(end <= read < facts.backward for read in storage.readers)
+        and not _read_later(facts, storage, end)
     )
+
+
+def _read_later(facts: Facts, storage: Storage, end: int) -> bool:
+    """Whether the forward reads a storage from `end` on. Nodes without a cost do not count:
+    AOTAutograd makes the views that the backward wants at the end of the forward."""
+    return any(end <= r < facts.backward and facts.costs[r].seconds for r in storage.readers)
 
 
 class _Places:
@@ -336,7 +342,7 @@ class _Places:
 def _lives(facts: Facts, storage: Storage, place: _Places) -> list[Storage]:
     """A storage in the new step: once, or in the forward and again where it is computed again."""
     span = place.span(storage.born)
-    outlives = span is None or any(span.end <= r < facts.backward for r in storage.readers)
+    outlives = span is None or _read_later(facts, storage, span.end)
     if span is None or outlives or storage.role not in (Role.ACTIVATION, Role.TEMPORARY):
         readers = place.all_of(storage.readers)
         born, dies = place.of(storage.born), place.of(storage.dies)
@@ -346,7 +352,7 @@ def _lives(facts: Facts, storage: Storage, place: _Places) -> list[Storage]:
         if role in (Role.ACTIVATION, Role.TEMPORARY):
             role = Role.ACTIVATION if crosses else Role.TEMPORARY
         return [replace(storage, role=role, born=born, dies=dies, readers=readers)]
-    forward = tuple(place.of(read) for read in storage.readers if read < facts.backward)
+    forward = tuple(place.of(read) for read in storage.readers if read < span.end)
     later = [place.of(read) for read in storage.readers if read >= facts.backward]
     again = [p for p in map(place.again, storage.readers) if p is not None]
     born = place.again(storage.born)
