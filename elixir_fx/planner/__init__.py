@@ -12,6 +12,9 @@ arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts, demand
 polynomials  what is live, at any size              formulas
 check     a plan that somebody gave                 errors
+arranged  a whole plan from given decisions         plan
+baselines what others would decide                  plans
+elixir_rule  what the paper's rule would            plan
 """
 
 from elixir_fx.planner.check import check_plan
