@@ -154,7 +154,7 @@ class Drafter:
             (sizes.chunk.id, part)
             for sizes in self._sizes
             for part in Part
-            if sizes.ordinary[part] and not self._stays(sizes.chunk, part)
+            if sizes.ordinary[part] and not self.stays(sizes.chunk, part)
         )
 
     @cached_property
@@ -163,18 +163,19 @@ class Drafter:
         return frozenset(
             (chunk, part)
             for chunk, part in self._items
-            if part is Part.PARAMETERS and self._pin(self._sizes[chunk].chunk) is not None
+            if part is Part.PARAMETERS and self.pin(self._sizes[chunk].chunk) is not None
         )
 
-    def _pin(self, chunk: Chunk) -> Tier | None:
+    def pin(self, chunk: Chunk) -> Tier | None:
+        """The tier that the user fixed for a chunk's parameters."""
         return self.pins.get(chunk.slices[0].path)
 
-    def _stays(self, chunk: Chunk, part: Part) -> bool:
+    def stays(self, chunk: Chunk, part: Part) -> bool:
         """Whether a part must be on the device: it is pinned there, or there is nothing else.
         A chunk that all ranks have whole is one that its optimizer must see whole."""
         if not self._tiers or (self._many and not chunk.sharded):
             return True
-        return part is Part.PARAMETERS and self._pin(chunk) is Tier.DEVICE
+        return part is Part.PARAMETERS and self.pin(chunk) is Tier.DEVICE
 
     # Steps 1 to 4: the least that must be at home on the device.
 
@@ -323,7 +324,7 @@ class Drafter:
             room[Tier.HOST] -= self.footprint.host_update_bytes(parts.hosted, WHOLE)
         staging = 0
         bound_to_disk = any(
-            self._pin(self._sizes[c].chunk) == Tier.DISK for c, _ in parts.away & self._bound_away
+            self.pin(self._sizes[c].chunk) == Tier.DISK for c, _ in parts.away & self._bound_away
         )
         if Tier.HOST in room and (total > room[Tier.HOST] or bound_to_disk):
             staging = self._staging(parts) if Tier.DISK in room else 0
@@ -336,7 +337,7 @@ class Drafter:
         ):
             chunk, part = item
             size = self._sizes[chunk].packed[part]
-            pin = self._pin(self._sizes[chunk].chunk) if item in self._bound_away else None
+            pin = self.pin(self._sizes[chunk].chunk) if item in self._bound_away else None
             if chunk in parts.hosted:
                 pin = Tier.HOST
             tier = next((t for t in room if size <= room[t] and pin in (None, t)), None)
@@ -347,9 +348,8 @@ class Drafter:
         return tiers, staging
 
     def _staging(self, parts: _Parts) -> int:
-        """Host memory between disk and device: a few blocks, but a quarter of the budget."""
         block = max(self._sizes[chunk].packed[part] for chunk, part in parts.away)
-        return min(STAGING_BLOCKS * block, max(self.limits.host // 4, min(block, self.limits.host)))
+        return staging_bytes(block, self.limits)
 
     # The layout that homes make.
 
@@ -500,6 +500,12 @@ class Drafter:
         """Chunks that the update streams."""
         chunks = {chunk for chunk, _ in parts.away} - parts.hosted
         return (s for s in self._sizes if s.chunk.id in chunks and s.chunk.trainable)
+
+
+def staging_bytes(block_bytes: int, limits: Limits) -> int:
+    """Host memory between disk and device: a few blocks, but a quarter of the budget."""
+    least = min(block_bytes, limits.host)
+    return min(STAGING_BLOCKS * block_bytes, max(limits.host // 4, least))
 
 
 def _homes(chunk: int, tiers: Mapping[Item, Tier]) -> Homes:

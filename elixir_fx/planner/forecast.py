@@ -97,6 +97,16 @@ class Player:
         """One step of `layout` with these stays in the gather area."""
         return _Play(self, layout, stays).run()
 
+    def graph_s(self, layout: Layout, stays: Sequence[Stay]) -> float:
+        """Seconds of all micro-batches, until their gradients are home."""
+        return _Play(self, layout, stays).graphs_s()
+
+    def update_s(self, layout: Layout) -> float:
+        """Seconds of the update alone."""
+        wires = Wires(self.machine)
+        Update(self.machine, self.footprint, layout, wires).play(())
+        return wires.now
+
     @cached_property
     def accumulated_bytes(self) -> tuple[int, ...]:
         """Bytes of the gradients of each chunk, which later micro-batches add to."""
@@ -118,13 +128,23 @@ class _Play:
         self.timing = Timing()
         self.writes: dict[int, int] = {}  # the event of each chunk's gradients reaching home
 
-    def run(self) -> Timing:
-        facts, timing, wires = self.player.facts, self.timing, self.wires
+    def graphs_s(self) -> float:
+        """Play forwards and backwards, until their gradients are home."""
+        self._graphs()
+        for event in self.writes.values():
+            self.wires.wait(event)
+        return self.wires.now
+
+    def _graphs(self) -> None:
         events = self._events()
         there = returning(self.stays) if self.player.micro_batches > 1 else frozenset()
         for index in range(self.player.micro_batches):
             self._graph(events, _Pass(index=index), there if index else frozenset())
-        timing.compute_s = facts.compute_s * self.player.micro_batches
+
+    def run(self) -> Timing:
+        facts, timing, wires = self.player.facts, self.timing, self.wires
+        self._graphs()
+        timing.compute_s = self.player.starts[-1] * self.player.micro_batches
         if facts.trains:
             begin = wires.now
             update = Update(self.machine, self.player.footprint, self.layout, wires)

@@ -19,7 +19,8 @@ If everything fits on the device, that is the plan: nothing beats it. Otherwise
     `_survey`   tries every chunk size with every arena size
     `_vary`     changes one property of the best choices at a time
     `_relieve`  brings home the chunks that the step waits for
-    `_exchange` keeps single parts home or away, where there are few or the bound is far
+    `_polish`   makes the best of the best homes, and tries others one by one: all where there
+                are few, so that small steps get the best plan that there is (see polish)
 
 A search ends as soon as a plan is as fast as the bound allows. A choice is not played if its
 update alone cannot beat the best so far (`_hopeless`). All are bounded by counts; there is no
@@ -30,13 +31,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
 from elixir_fx.planner.draft import Choice, Draft
-from elixir_fx.planner.footprint import Footprint, Part, away, home
+from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
 from elixir_fx.planner.order import ORDERS
 from elixir_fx.planner.place import (
@@ -48,6 +52,7 @@ from elixir_fx.planner.place import (
     resident,
     uses,
 )
+from elixir_fx.planner.polish import FEW, SLACK, Completed, Option, Table
 from elixir_fx.planner.relaxation import Relaxed, relax
 from elixir_fx.planner.space import Space, make_schedule, nearest
 from elixir_fx.units import round_up, sizes
@@ -56,8 +61,9 @@ FINALISTS = 3  # choices of the survey that are varied
 ROUNDS = 3  # of changes, while they help
 RELIEVED = 10  # chunks brought home because the step waits for them
 GUIDED_ARENAS = 3  # arena sizes near the relaxation's
-EXCHANGES = 8  # rounds of keeping single parts home or away
-FEW_CHUNKS = 16  # up to which every part is tried
+NEIGHBOURHOODS = 12  # of homes that are tried, each around the best of the one before
+NEARBY = 160  # homes of one neighbourhood that are made the best of,
+EVERYWHERE = 240  # and of all homes
 RINGS = (1, 2)  # places in the ring that the survey tries where there is little room
 
 
@@ -167,7 +173,7 @@ class _Search:
     def best(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
-        for stage in (self._guided, self._survey, self._vary_best, self._relieve, self._exchange):
+        for stage in (self._guided, self._survey, self._vary_best, self._relieve, self._polish):
             if self._proved:
                 break
             stage()
@@ -269,31 +275,66 @@ class _Search:
                 share = round(min(1.0, max(0.0, choice.on_host + step)), 3)
                 yield replace(choice, on_host=share, fill=True)
 
-    def _exchange(self) -> None:
-        """Keep single parts home or away, from the best choice, while that helps; all of them
-        where there are few, else those that the step waits for most."""
-        for _ in range(EXCHANGES):
-            best = self.played[0]
-            for choice in self._exchanges(best):
-                self._try(choice)
-                if self._proved:
-                    return
-            if self.played[0] is best:
-                return
-
-    def _exchanges(self, best: _Played) -> Iterator[Choice]:
-        choice, chunks = best.draft.choice, best.draft.layout.chunks
-        if len(chunks) > FEW_CHUNKS:
+    def _polish(self) -> None:
+        """Make the best of the best homes of each packing, and of those around them; all of
+        them where they are few."""
+        if self.space.group.ranks > 1:
             return
-        for chunk in chunks:
-            for part in Part:
-                item = (chunk.id, part)
-                others = tuple(one for one in choice.first if one != item)
-                if home(chunk.homes, part) is Tier.DEVICE:
-                    yield replace(choice, first=others, never=choice.never | {item}, fill=True)
-                else:
-                    never = choice.never - {item}
-                    yield replace(choice, first=(item, *others), never=never, fill=True)
+        best = self.played[0].draft.choice.chunk_bytes
+        starts = {one.draft.choice.chunk_bytes: one for one in reversed(self.played)}
+        for size in self.space.chunk_sizes:
+            table = self.space.tables[size]
+            few = table.count <= FEW
+            if size in starts and (few or size == best):
+                self._descend(size, table, starts[size])
+            if few:
+                self._try_homes(size, table.all(), EVERYWHERE)
+
+    def _descend(self, size: int, table: Table, start: _Played) -> None:
+        """Go from homes to better ones that differ in one chunk, or where none is, in two."""
+        options = [Option(chunk.homes, chunk.update) for chunk in start.draft.layout.chunks]
+        self._keep(size, self.space.completers[size].complete(options))
+        changed = 1
+        for _ in range(NEIGHBOURHOODS):
+            if self._proved or table.neighbour_count(changed) > FEW:
+                return
+            found = self._try_homes(size, table.neighbours(options, changed), NEARBY)
+            if found is None and changed == 2:
+                return
+            changed = 2 if found is None else 1
+            options = found or options
+
+    def _try_homes(self, size: int, rows: NDArray[np.int64], most: int) -> list[Option] | None:
+        """Make the best of homes in the order of promise, of `most` at most; those of the best
+        plan found here, None if none is better than what was known."""
+        table, completer = self.space.tables[size], self.space.completers[size]
+        bounds = table.bounds_s(rows)
+        best: list[Option] | None = None
+        for row in np.argsort(bounds, kind="stable")[:most]:
+            if bounds[row] >= self.played[0].timing.step_s:
+                break
+            options = table.chosen(rows[row])
+            if self._keep(size, completer.complete(options)):
+                best = options
+        return best
+
+    def _keep(self, size: int, completed: Completed | None) -> bool:
+        """Keep a layout if it is better than all played so far; whether it is."""
+        if completed is None or completed.step_s >= self.played[0].timing.step_s * (1 - SLACK):
+            return False
+        layout, player = completed.layout, self.space.players[size]
+        draft = Draft(
+            choice=Choice(chunk_bytes=size, arena_bytes=layout.arena_bytes),
+            layout=layout,
+            stays=completed.stays,
+            need_bytes=player.footprint.layout_peak(layout),
+        )
+        self._add(_Played(draft=draft, timing=player.play(layout, completed.stays)))
+        return True
+
+    def _add(self, played: _Played) -> None:
+        self.played.append(played)
+        self.played.sort(key=lambda one: one.timing.step_s)
 
     def _relieve(self) -> None:
         """Bring home the chunk that the best plan waits for longest, while that helps."""
@@ -321,8 +362,7 @@ class _Search:
             return None
         player = self.space.players[choice.chunk_bytes]
         played = _Played(draft=draft, timing=player.play(draft.layout, draft.stays))
-        self.played.append(played)
-        self.played.sort(key=lambda one: one.timing.step_s)
+        self._add(played)
         return played
 
     def _hopeless(self, choice: Choice, layout: Layout) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
@@ -20,6 +21,7 @@ from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
 from elixir_fx.planner.pack import away_tiers, chunk_sizes, pack, pinned_tiers
 from elixir_fx.planner.place import Stay
+from elixir_fx.planner.polish import Completer, Table
 from elixir_fx.units import round_up, sizes
 
 
@@ -60,6 +62,25 @@ class Space:
                 limits=self.limits,
                 pins=self.tiers_by_path,
                 footprint=player.footprint,
+            )
+            for size, player in self.players.items()
+        }
+
+    @cached_property
+    def completers(self) -> dict[int, Completer]:
+        return {
+            size: Completer(machine=self.machine, limits=self.limits, player=player)
+            for size, player in self.players.items()
+        }
+
+    @cached_property
+    def tables(self) -> dict[int, Table]:
+        return {
+            size: Table(
+                machine=self.machine,
+                limits=self.limits,
+                player=player,
+                drafter=self.drafters[size],
             )
             for size, player in self.players.items()
         }
@@ -114,10 +135,16 @@ class Space:
         found: tuple[int, Choice] | None = None
         if not away_tiers(self.machine, self.limits) and self.group.ranks == 1:
             return None
+        shares = (0.0, 1.0) if self.machine.updates_on_host else (0.0,)
         for size, drafter in self.drafters.items():
-            for arena in self.arenas(size):
+            for arena, share in product(self.arenas(size), shares):
                 choice = Choice(
-                    chunk_bytes=size, arena_bytes=arena, gradient_blocks=1, ring=1, fill=False
+                    chunk_bytes=size,
+                    arena_bytes=arena,
+                    gradient_blocks=1,
+                    ring=1,
+                    on_host=share,
+                    fill=False,
                 )
                 need = drafter.need_bytes(choice)
                 if need is not None and (found is None or need < found[0]):
