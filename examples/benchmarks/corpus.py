@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 from common import GIB, add_output_options, report
-from corpus_models import SHAPES, captured, checkpointed, costed
+from corpus_models import SHAPES, captured, costed
 
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
@@ -138,9 +138,7 @@ class Point:
 
     def facts(self) -> Facts:
         facts = captured(self.model, self.batch)
-        if self.machine.unified:
-            return costed(facts, self.machine, "float32")
-        return costed(checkpointed(facts), self.machine)
+        return costed(facts, self.machine, "bfloat16" if SHAPES[self.model].large else "float32")
 
     def limits(self, facts: Facts) -> Limits:
         memory = self.machine.memory
@@ -170,7 +168,7 @@ SETTINGS = (
     ("mixtral-8x7b", 1, "h100-80", 8),
 )
 SHARES = (0.9, 0.6)
-SMALL_SHARES = (0.45, 0.55, 0.65, 0.8, 0.95)
+SMALL_SHARES = (0.55, 0.6, 0.65, 0.8, 0.95)
 
 
 def points() -> Iterator[Point]:

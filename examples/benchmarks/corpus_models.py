@@ -1,39 +1,39 @@
 """The models that plans are compared on: known sizes, built on meta, captured once.
 
-    facts = checkpointed(captured("gpt2-10b", batch=8))
-    facts = costed(facts, machine)          # for a machine of the catalogue
+    facts = costed(captured("gpt2-10b", batch=8), machine)      # of the catalogue
 
-Plain PyTorch modules with float32 parameters, computing under autocast to bfloat16; nothing is
-downloaded and no weight exists. A capture of many layers takes a minute, so the facts are kept
-in the temporary folder under a digest of everything that made them.
+Plain PyTorch modules with float32 parameters; the large ones compute under autocast to bfloat16,
+with activation checkpointing of every layer (torch.utils.checkpoint, which a capture honours:
+the layer's operations stand in the backward again). Nothing is downloaded, no weight exists. A
+capture takes seconds, so the facts are kept in the temporary folder under a digest of everything
+that made them.
 """
 
 import hashlib
 import pickle
 import tempfile
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import elixir_fx
 from elixir_fx.config import read_options
-from elixir_fx.facts import Cost, Facts, Parameter, Role, Storage
+from elixir_fx.facts import Cost, Facts
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.machine import Machine
 from elixir_fx.passes.compute_cost import LAUNCH_S
-from elixir_fx.planner.baselines import layer_of
 from elixir_fx.testing import emulated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """A decoder's sizes. `keys` are key and value heads, `experts` feed-forwards of which each
-    token's output weighs two. `gated`: SwiGLU, RMSNorm and no positions table, as Llama's."""
+    token's output weighs two. `gated`: SwiGLU, RMSNorm and no positions table, as Llama's.
+    `large`: autocast and checkpointing."""
 
     width: int
     layers: int
@@ -44,12 +44,12 @@ class Shape:
     keys: int = 0
     experts: int = 1
     gated: bool = False
-    autocast: bool = True
+    large: bool = True
 
 
 SHAPES = {
-    "gpt-27m": Shape(width=512, layers=6, heads=8, vocabulary=8192, sequence=128, autocast=False),
-    "gpt-92m": Shape(width=768, layers=12, heads=12, vocabulary=8192, sequence=512, autocast=False),
+    "gpt-27m": Shape(width=512, layers=6, heads=8, vocabulary=8192, sequence=128, large=False),
+    "gpt-92m": Shape(width=768, layers=12, heads=12, vocabulary=8192, sequence=512, large=False),
     "gpt2-4b": Shape(width=3072, layers=32, heads=24),
     "gpt2-10b": Shape(width=4096, layers=48, heads=32),
     "gpt2-15b": Shape(width=8192, layers=18, heads=64),
@@ -57,11 +57,11 @@ SHAPES = {
     "opt-30b": Shape(width=7168, layers=48, heads=56, vocabulary=50272, sequence=2048),
     "opt-175b": Shape(width=12288, layers=96, heads=96, vocabulary=50272, sequence=2048),
     "llama3-8b": Shape(
-        width=4096, layers=32, heads=32, keys=8, inner=14336, vocabulary=128256, sequence=4096,
+        width=4096, layers=32, heads=32, keys=8, inner=14336, vocabulary=128256, sequence=2048,
         gated=True,
     ),
     "llama3-70b": Shape(
-        width=8192, layers=80, heads=64, keys=8, inner=28672, vocabulary=128256, sequence=4096,
+        width=8192, layers=80, heads=64, keys=8, inner=28672, vocabulary=128256, sequence=2048,
         gated=True,
     ),
     "mixtral-8x7b": Shape(
@@ -147,12 +147,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.shape.autocast):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.shape.large):
             x = self.tokens(tokens)
             if self.positions is not None:
                 x = x + self.positions.weight[: tokens.shape[1]]
             for layer in self.layers:
-                x = layer(x)
+                x = checkpoint(layer, x, use_reentrant=False) if self.shape.large else layer(x)
             logits = self.head(self.norm(x))
             return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -206,165 +206,3 @@ def costed(facts: Facts, machine: Machine, dtype: str = "bfloat16") -> Facts:
         return replace(entry, seconds=seconds)
 
     return replace(facts, costs=tuple(map(cost, facts.costs)))
-
-
-# Activation checkpointing
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Span:
-    """A layer in the forward, [first, end), what of it is computed again, [first, again), and
-    the backward position before which that happens."""
-
-    first: int
-    end: int
-    again: int
-    at: int
-
-
-def checkpointed(
-    facts: Facts, layer: Callable[[str], str] = layer_of, prefix: str = "layers."
-) -> Facts:
-    """The facts of the same step with activation checkpointing of every layer.
-
-    Layers are the storages whose path has the same `layer` beginning with `prefix`, each a
-    stretch of the forward. What a layer computes dies in the forward with its last reader there,
-    except what a later layer reads. Just before the first backward node that reads any of it,
-    the layer's forward nodes run again, as far as anything is needed, at their cost; they read
-    the layer's inputs, which stay till then, and its parameters.
-    """
-    spans = _spans(facts, layer, prefix)
-    place = _Places(spans, len(facts.nodes))
-    inserted = {
-        span: [f"{name}_again" for name in facts.nodes[span.first : span.again]] for span in spans
-    }
-    nodes: list[str] = []
-    costs: list[Cost] = []
-    by_at = {span.at: span for span in spans}
-    for position, (name, cost) in enumerate(zip(facts.nodes, facts.costs, strict=True)):
-        if position in by_at:
-            span = by_at[position]
-            nodes += inserted[span]
-            again = facts.costs[span.first : span.again]
-            costs += [
-                replace(one, node=new) for one, new in zip(again, inserted[span], strict=True)
-            ]
-        nodes.append(name)
-        costs.append(cost)
-    storages = [one for storage in facts.storages for one in _lives(facts, storage, place)]
-
-    def parameter(entry: Parameter) -> Parameter:
-        gradient = None if entry.gradient is None else place.of(entry.gradient)
-        return replace(entry, reads=place.all_of(entry.reads), gradient=gradient)
-
-    return replace(
-        facts,
-        key=f"{facts.key}+checkpointed",
-        nodes=tuple(nodes),
-        backward=place.of(facts.backward),
-        costs=tuple(costs),
-        storages=tuple(storages),
-        parameters=tuple(map(parameter, facts.parameters)),
-    )
-
-
-def _spans(facts: Facts, layer: Callable[[str], str], prefix: str) -> tuple[_Span, ...]:
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for storage in facts.storages:
-        title = layer(f"{storage.path}.")
-        computed = storage.role in (Role.ACTIVATION, Role.TEMPORARY)
-        if computed and storage.born < facts.backward and title.startswith(prefix):
-            first[title] = min(storage.born, first.get(title, storage.born))
-            last[title] = max(storage.born, last.get(title, storage.born))
-    begins = sorted(first.values())
-    spans = []
-    for title, begin in first.items():
-        later = begins[bisect_left(begins, begin) + 1 :]
-        end = min([last[title] + 1, *later])
-        saved = [s for s in facts.storages if begin <= s.born < end and _saved(facts, s, end)]
-        reads = [read for s in saved for read in s.readers if read >= facts.backward]
-        if saved:
-            again = max(s.born for s in saved) + 1
-            spans.append(_Span(first=begin, end=end, again=again, at=min(reads)))
-    return tuple(sorted(spans, key=lambda span: span.at))
-
-
-def _saved(facts: Facts, storage: Storage, end: int) -> bool:
-    """Whether the backward reads a storage of a layer that no later layer reads."""
-    return (
-        storage.role is Role.ACTIVATION
-        and storage.dies >= facts.backward
-        and not _read_later(facts, storage, end)
-    )
-
-
-def _read_later(facts: Facts, storage: Storage, end: int) -> bool:
-    """Whether the forward reads a storage from `end` on. Nodes without a cost do not count:
-    AOTAutograd makes the views that the backward wants at the end of the forward."""
-    return any(end <= r < facts.backward and facts.costs[r].seconds for r in storage.readers)
-
-
-class _Places:
-    """Where positions are once spans are computed again."""
-
-    def __init__(self, spans: Iterable[_Span], length: int) -> None:
-        self.spans = tuple(spans)
-        shift = [0] * (length + 1)
-        for span in self.spans:
-            shift[span.at] += span.again - span.first
-        total = 0
-        self.places = []
-        for position, more in enumerate(shift):
-            total += more
-            self.places.append(position + total)
-
-    def of(self, position: int) -> int:
-        """The place of a node of the captured step."""
-        return self.places[position]
-
-    def again(self, position: int) -> int | None:
-        """The place where a forward node runs again."""
-        for span in self.spans:
-            if span.first <= position < span.again:
-                return self.places[span.at] - span.again + position
-        return None
-
-    def all_of(self, reads: Iterable[int]) -> tuple[int, ...]:
-        """Readers, and those of them that run again."""
-        again = (self.again(read) for read in reads)
-        return tuple(sorted({*map(self.of, reads), *(p for p in again if p is not None)}))
-
-    def span(self, position: int) -> _Span | None:
-        return next((s for s in self.spans if s.first <= position < s.again), None)
-
-
-def _lives(facts: Facts, storage: Storage, place: _Places) -> list[Storage]:
-    """A storage in the new step: once, or in the forward and again where it is computed again."""
-    span = place.span(storage.born)
-    outlives = span is None or _read_later(facts, storage, span.end)
-    if span is None or outlives or storage.role not in (Role.ACTIVATION, Role.TEMPORARY):
-        readers = place.all_of(storage.readers)
-        born, dies = place.of(storage.born), place.of(storage.dies)
-        dies = max([dies, *readers])
-        crosses = born < place.of(facts.backward) <= dies
-        role = storage.role
-        if role in (Role.ACTIVATION, Role.TEMPORARY):
-            role = Role.ACTIVATION if crosses else Role.TEMPORARY
-        return [replace(storage, role=role, born=born, dies=dies, readers=readers)]
-    forward = tuple(place.of(read) for read in storage.readers if read < span.end)
-    later = [place.of(read) for read in storage.readers if read >= facts.backward]
-    again = [p for p in map(place.again, storage.readers) if p is not None]
-    born = place.again(storage.born)
-    assert born is not None
-    readers = tuple(sorted({*again, *later}))
-    return [
-        replace(
-            storage, role=Role.TEMPORARY, born=place.of(storage.born),
-            dies=max([place.of(storage.born), *forward]), readers=forward,
-        ),
-        replace(
-            storage, name=f"{storage.name}_again", role=Role.TEMPORARY, born=born,
-            dies=max([born, *readers]), readers=readers,
-        ),
-    ]  # fmt: skip
