@@ -3,7 +3,7 @@
     budget     0.95 (device - reserve - buffers - 1.25 activations)           `_budget_bytes`
     chunks     of equal size S, in order of first use; S from base to 3 base,
                base = max(32 MiB, the largest parameter, up to a power of 2);
-               the least S x (moves under Belady's replacement)               `_chunk_bytes`
+               the least S x (moves under Belady's replacement)               `_chunk_sizes`
     blocks     N of size S hold gathered chunks: the rCache
     which first, more blocks or more chunks at home on the device, of n ranks `cache_first`
                I = e_p / c2g + e_p / g2c
@@ -109,24 +109,39 @@ def elixir_rule(
     meet the limits: it knows no tier beyond the host, and no way to make itself smaller than the
     chunks that are needed at once."""
     arranger = Arranger(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
+    known = constants
+    if known is None and arranger.tiers:
+        known = RuleConstants.of(machine, facts.optimizer or NO_OPTIMIZER, group.ranks)
     budget = _budget_bytes(facts, limits)
-    size = _chunk_bytes(arranger, budget)
+    refusal: PlanError | None = None
+    for size in _chunk_sizes(arranger, budget):
+        try:
+            return _with_chunks(arranger, size, budget, known)
+        except PlanError as error:
+            refusal = refusal or error
+    assert refusal is not None
+    raise refusal
+
+
+def _with_chunks(
+    arranger: Arranger, size: int, budget: int, constants: RuleConstants | None
+) -> Plan:
+    """The rule's plan with chunks of a size; without `constants` nothing can be away."""
     chunks = arranger.pack(size)
     away = arranger.tiers[0] if arranger.tiers else Tier.DEVICE
     blocks_first = False
-    if arranger.tiers:
-        optimizer = facts.optimizer or NO_OPTIMIZER
-        known = constants or RuleConstants.of(machine, optimizer, group.ranks)
+    if constants is not None:
+        optimizer = arranger.facts.optimizer or NO_OPTIMIZER
         element = max((chunk.itemsize for chunk in chunks), default=4)
         model = 2 * element + optimizer.state_bytes
-        blocks_first = known.cache_first(element, model, group.ranks)
+        blocks_first = constants.cache_first(element, model, arranger.group.ranks)
     refusal: PlanError | None = None
     for blocks, kept in _shares(arranger, chunks, size, budget, blocks_first):
         homes = [Tier.DEVICE] * kept + [away] * (len(chunks) - kept)
         stays_of = partial(_cached, arranger, blocks * size)
         try:
             settled = arranger.settle(chunks, homes)
-            settled = tuple(on_host(machine, chunk) for chunk in settled)
+            settled = tuple(on_host(arranger.machine, chunk) for chunk in settled)
             return arranger.plan("elixir_rule", settled, stays_of, gradient_blocks=1)
         except PlanError as error:
             refusal = error
@@ -180,15 +195,16 @@ def _base(facts: Facts, limits: Limits) -> int:
     return max(least, align(1 << max(0, largest - 1).bit_length()))
 
 
-def _chunk_bytes(arranger: Arranger, budget: int) -> int:
-    """The size whose chunks move the fewest bytes through the blocks of the whole budget."""
+def _chunk_sizes(arranger: Arranger, budget: int) -> list[int]:
+    """Chunk sizes, first those that move the fewest bytes through the blocks of the whole budget.
+    The paper takes the first one; the others are for where its blocks do not fit our arena."""
     base = _base(arranger.facts, arranger.limits)
     costs = {}
     for step in range(SCAN_STEPS + 1):
         size = align(base + 2 * base * step // SCAN_STEPS)
         order = list(_order(arranger, arranger.pack(size)))
         costs[size] = size * moves(order, max(1, budget // size))
-    return min(costs, key=lambda size: (costs[size], size))
+    return sorted(costs, key=lambda size: (costs[size], size))
 
 
 def _order(arranger: Arranger, chunks: Sequence[Chunk]) -> Iterator[int]:

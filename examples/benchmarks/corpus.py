@@ -168,7 +168,11 @@ SETTINGS = (
     ("mixtral-8x7b", 1, "h100-80", 8),
 )
 SHARES = (0.9, 0.6)
+<<<<<<< HEAD
 SMALL_SHARES = (0.5, 0.55, 0.65, 0.8, 0.95)
+=======
+SMALL_SHARES = (0.55, 0.6, 0.65, 0.8, 0.95)
+>>>>>>> h-baselines
 
 
 def points() -> Iterator[Point]:

@@ -57,11 +57,11 @@ SHAPES = {
     "opt-30b": Shape(width=7168, layers=48, heads=56, vocabulary=50272, sequence=2048),
     "opt-175b": Shape(width=12288, layers=96, heads=96, vocabulary=50272, sequence=2048),
     "llama3-8b": Shape(
-        width=4096, layers=32, heads=32, keys=8, inner=14336, vocabulary=128256, sequence=4096,
+        width=4096, layers=32, heads=32, keys=8, inner=14336, vocabulary=128256, sequence=2048,
         gated=True,
     ),
     "llama3-70b": Shape(
-        width=8192, layers=80, heads=64, keys=8, inner=28672, vocabulary=128256, sequence=4096,
+        width=8192, layers=80, heads=64, keys=8, inner=28672, vocabulary=128256, sequence=2048,
         gated=True,
     ),
     "mixtral-8x7b": Shape(
