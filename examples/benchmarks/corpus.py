@@ -36,68 +36,9 @@ ONE_CHUNK = 1 << 60
 PAPER_MODELS = ("gpt2-4b", "gpt2-10b", "gpt2-15b", "gpt2-20b")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Card:
-    """One accelerator and its part of a server, rates in bytes/s each way."""
-
-    memory_gib: int
-    bfloat16: float  # FLOP/s
-    float32: float
-    stream: float
-    host_link: float
-    peers: float
-
-
-# From the datasheets that the catalogue of machines names.
-CARDS = {
-    "a100-40": Card(
-        memory_gib=40, bfloat16=312e12, float32=19.5e12, stream=0.85 * 1555e9, host_link=25e9,
-        peers=20e9,
-    ),
-    "h100-80": Card(
-        memory_gib=80, bfloat16=989e12, float32=67e12, stream=0.85 * 3350e9, host_link=50e9,
-        peers=350e9,
-    ),
-    "rtx-4090": Card(
-        memory_gib=24, bfloat16=165e12, float32=82e12, stream=0.85 * 1008e9, host_link=25e9,
-        peers=18e9,
-    ),
-}  # fmt: skip
-IN_A_NODE = 8
-NETWORK = 0.85 * 50e9  # bytes/s into a node
-HOST_STREAM = 0.7 * 409.6e9  # of a node, as are the next
-HOST_BYTES = 1 << 40
-DISK_READ, DISK_WRITE, DISK_BYTES = 0.85 * 28e9, 0.85 * 15.2e9, 15 * 10**12
-
-
 def card(name: str, ranks: int) -> Machine:
-    """One rank's view of a cluster of servers with these cards: its card and its link are its
-    own, host and disk its part of the server's."""
-    one = CARDS[name]
-    here = min(ranks, IN_A_NODE)
-    device, host, disk, peers = Tier.DEVICE, Tier.HOST, Tier.DISK, Tier.PEERS
-    rates = {
-        (host, device): (one.host_link, 2 * one.host_link, 1e-5),
-        (device, host): (one.host_link, 2 * one.host_link, 1e-5),
-        (disk, host): (DISK_READ / here, DISK_READ / here, 1e-4),
-        (host, disk): (DISK_WRITE / here, DISK_READ / here, 1e-4),
-    }
-    if ranks > 1:
-        ring = one.peers if ranks <= IN_A_NODE else min(one.peers, NETWORK / IN_A_NODE)
-        rates |= {(peers, device): (ring, ring, 5e-5), (device, peers): (ring, ring, 5e-5)}
-    return Machine(
-        name=f"{name} x{ranks}",
-        fingerprint="",
-        device="cuda",
-        memory={device: one.memory_gib * GIB, host: HOST_BYTES // here, disk: DISK_BYTES // here},
-        links=tuple(
-            Link(source=a, target=b, bytes_per_s=rate, shared_bytes_per_s=both, latency_s=latency)
-            for (a, b), (rate, both, latency) in rates.items()
-        ),
-        flops_per_s={"float32": one.float32, "bfloat16": one.bfloat16},
-        stream_bytes_per_s=one.stream,
-        host_stream_bytes_per_s=HOST_STREAM / here,
-    )
+    """One rank's view of a cluster of servers with these cards, from the catalogue."""
+    return Machine.named(name).with_ranks(ranks)
 
 
 def workstation() -> Machine:
@@ -151,28 +92,24 @@ class Point:
 
 # (model, batch, card, ranks)
 SETTINGS = (
-    *((model, 8, "a100-40", ranks) for model in PAPER_MODELS for ranks in (1, 2, 4)),
-    ("opt-30b", 2, "a100-40", 1),
-    ("opt-30b", 2, "a100-40", 4),
-    ("opt-30b", 2, "h100-80", 8),
-    ("opt-175b", 1, "h100-80", 8),
-    ("opt-175b", 1, "h100-80", 64),
+    *((model, 8, "a100-40-sxm", ranks) for model in PAPER_MODELS for ranks in (1, 2, 4)),
+    ("opt-30b", 2, "a100-40-sxm", 1),
+    ("opt-30b", 2, "a100-40-sxm", 4),
+    ("opt-30b", 2, "h100-sxm", 8),
+    ("opt-175b", 1, "h100-sxm", 8),
+    ("opt-175b", 1, "h100-sxm", 64),
     ("llama3-8b", 1, "rtx-4090", 1),
-    ("llama3-8b", 1, "a100-40", 1),
-    ("llama3-8b", 1, "a100-40", 2),
-    ("llama3-8b", 1, "h100-80", 1),
-    ("llama3-70b", 1, "a100-40", 8),
-    ("llama3-70b", 1, "h100-80", 8),
-    ("mixtral-8x7b", 1, "a100-40", 1),
-    ("mixtral-8x7b", 1, "a100-40", 4),
-    ("mixtral-8x7b", 1, "h100-80", 8),
+    ("llama3-8b", 1, "a100-40-sxm", 1),
+    ("llama3-8b", 1, "a100-40-sxm", 2),
+    ("llama3-8b", 1, "h100-sxm", 1),
+    ("llama3-70b", 1, "a100-40-sxm", 8),
+    ("llama3-70b", 1, "h100-sxm", 8),
+    ("mixtral-8x7b", 1, "a100-40-sxm", 1),
+    ("mixtral-8x7b", 1, "a100-40-sxm", 4),
+    ("mixtral-8x7b", 1, "h100-sxm", 8),
 )
 SHARES = (0.9, 0.6)
-<<<<<<< HEAD
-SMALL_SHARES = (0.5, 0.55, 0.65, 0.8, 0.95)
-=======
 SMALL_SHARES = (0.55, 0.6, 0.65, 0.8, 0.95)
->>>>>>> h-baselines
 
 
 def points() -> Iterator[Point]:
@@ -263,7 +200,11 @@ def paper_rows(only: str) -> Iterator[tuple[str, str]]:
         for ranks in (1, 2, 4):
             for batch in (4, 8, 12, 16):
                 point = Point(
-                    model=model, batch=batch, machine=card("a100-40", ranks), ranks=ranks, share=1.0
+                    model=model,
+                    batch=batch,
+                    machine=card("a100-40-sxm", ranks),
+                    ranks=ranks,
+                    share=1.0,
                 )
                 if only not in point.title:
                     continue

@@ -180,11 +180,11 @@ def captured(name: str, batch: int) -> Facts:
 
 
 def capture(shape: Shape, batch: int) -> Facts:
-    """The facts of one training step of a decoder, with rates of `DRAFT`."""
+    """The facts of one training step of a decoder with fused AdamW, with rates of `DRAFT`."""
     with torch.device("meta"):
         model = Decoder(shape)
     tokens = torch.zeros(batch, shape.sequence, dtype=torch.long)
-    session = GuardedSession(model, "adamw", read_options({"machine": DRAFT}))
+    session = GuardedSession(model, "adamw_fused", read_options({"machine": DRAFT}))
     return session.facts_only((tokens, tokens), {})
 
 
