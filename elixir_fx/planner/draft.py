@@ -486,7 +486,7 @@ class Drafter:
         target = choice.arena_bytes / max(choice.ring, choice.pieces)
         if not per_element:  # updated where it is
             return max(s.chunk.share_numel for s in self._sizes)
-        return max(1, int(target / per_element))
+        return rounded_down(max(1, int(target / per_element)))
 
     def _unit_bytes(self, parts: _Parts, update_numel: int) -> int:
         """The largest unit's bytes that pass through the ring."""
@@ -500,6 +500,13 @@ class Drafter:
         """Chunks that the update streams."""
         chunks = {chunk for chunk, _ in parts.away} - parts.hosted
         return (s for s in self._sizes if s.chunk.id in chunks and s.chunk.trainable)
+
+
+def rounded_down(numel: int) -> int:
+    """`numel` with four binary digits that count: units of about the same size are cut alike, so
+    that what is known of them need not be found again."""
+    shift = max(0, numel.bit_length() - 4)
+    return numel >> shift << shift
 
 
 def staging_bytes(block_bytes: int, limits: Limits) -> int:

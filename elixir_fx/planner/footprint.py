@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from elixir_fx.demand import Demand
 from elixir_fx.facts import Facts, OptimizerFacts, Role, Storage
 from elixir_fx.machine import Tier
-from elixir_fx.plan import ONE_RANK, Chunk, Group, Homes, Layout, align
+from elixir_fx.plan import ALIGNMENT_BYTES, ONE_RANK, Chunk, Group, Homes, Layout, align
 
 NO_OPTIMIZER = OptimizerFacts(name="none", states=(), scratch_bytes=0, read_bytes=0)
 
@@ -93,12 +93,25 @@ class ChunkBytes:
     def largest_unit(self, update_numel: int) -> int:
         """Elements, padding included, of the largest unit of any rank."""
         if update_numel not in self._largest:
-            self._largest[update_numel] = max(
-                width
-                for rank in range(self.chunk.shards)
-                for width, _ in self._units_of(update_numel, rank)
-            )
+            self._largest[update_numel] = int(self._widest_units(update_numel).max())
         return self._largest[update_numel]
+
+    def _widest_units(self, update_numel: int) -> NDArray[np.int64]:
+        """The width of each rank's largest unit: `Chunk.units` for all ranks at once."""
+        chunk = self.chunk
+        first = np.arange(chunk.shards, dtype=np.int64) * chunk.share_numel
+        widest = np.zeros(chunk.shards, dtype=np.int64)
+        width, room = np.zeros_like(widest), np.full_like(widest, -1)
+        block = ALIGNMENT_BYTES // chunk.itemsize
+        for piece in chunk.slices:
+            low = np.clip(first - piece.offset, 0, piece.span)
+            own = np.clip(first + chunk.share_numel - piece.offset, 0, piece.span) - low
+            joins = own <= room
+            padded = -(-own // block) * block
+            width = np.where(joins, width + padded, padded)
+            room = np.where(joins, room - own, update_numel - own)
+            widest = np.maximum(widest, width)
+        return widest
 
     @cached_property
     def _largest(self) -> dict[int, int]:

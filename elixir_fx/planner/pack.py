@@ -85,8 +85,8 @@ def _linked(machine: Machine, near: Tier, far: Tier) -> bool:
 def chunk_sizes(facts: Facts) -> tuple[int, ...]:
     """Chunk sizes worth trying, in bytes, ascending.
 
-    From the typical large parameter (the largest size that occurs twice: one outsized
-    embedding has a chunk of its own anyway) to a quarter of all parameters.
+    From the typical large parameter (half of all bytes are in parameters of at most that size:
+    an outsized embedding has a chunk of its own anyway) to a quarter of all parameters.
     """
     by_size: dict[int, int] = {}
     for parameter in facts.parameters:
@@ -94,9 +94,12 @@ def chunk_sizes(facts: Facts) -> tuple[int, ...]:
         by_size[nbytes] = by_size.get(nbytes, 0) + 1
     if not any(by_size):
         return (align(1),)
-    repeated = [size for size, count in by_size.items() if count > 1]
-    typical = max(align(1), max(repeated, default=max(by_size)))
     total = sum(size * count for size, count in by_size.items())
+    typical, below = align(1), 0
+    for size in sorted(by_size):
+        typical, below = max(typical, size), below + size * by_size[size]
+        if 2 * below >= total:
+            break
     found = {align(int(typical * step)) for step in CHUNK_STEPS}
     found = {size for size in found if size <= total / 4} | {typical}
     if len(facts.parameters) <= ALONE:

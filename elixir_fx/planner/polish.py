@@ -38,7 +38,7 @@ FEW = 40_000  # homes that are all listed
 BLOCKS = 3  # gradient blocks tried
 AREAS = 8  # chunks whose sums of sizes are tried as gather areas
 RINGS = (1, 2, 3, 4, 6, 8)  # units in the ring for which the update is cut
-CUTS = 24  # ways to cut the update that are tried
+CUTS, FEW_CUTS = 24, 6  # ways to cut the update that are tried, with few chunks and with many
 SLACK = 1e-9  # relative: less is rounding
 
 
@@ -229,9 +229,10 @@ class Completer:
                 total += piece.span
                 found |= {piece.span, total}
         ordered = sorted(found)
-        if len(ordered) <= CUTS:
+        most = CUTS if len(layout.chunks) <= AREAS else FEW_CUTS
+        if len(ordered) <= most:
             return ordered
-        return [ordered[index] for index in np.linspace(0, len(ordered) - 1, CUTS).astype(int)]
+        return [ordered[index] for index in np.linspace(0, len(ordered) - 1, most).astype(int)]
 
     def _arenas(self, layout: Layout, needed: int, numel: int, room: int) -> list[int]:
         """Arena sizes: all that there is, the least, and those of a few whole units."""

@@ -17,14 +17,18 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
 
     memory   sum_g P + G + S + A <= device - buffers - activations at their peak  `_memory`
              sum_g x[g,k] + gradients on their way at cut k <= A
+             the largest parameter of g <= A + P[g], with gradient and states
+             <= A + P[g] + G[g] + S[g] unless the host updates it
     use      r >= (read in k - x[g,k]) / N - P[g]                                 `_reads`
              u >= (read in k - x[g,k]) (N - 1) / N
              the same for what x gains from cut to cut
     results  gradients complete by cut k <= G[g] + written before + on their way  `_gradients`
              those of an accumulation are read again where they are not at home
+    disk     what the host cannot hold is read for the update, and written once     `_disk`
     update   what runs on the device is read there, and written, but for P, G, S  `_update`
              what runs on the host has no home on the device
     time     t[k] >= compute + share of it lost while links stream                `_time`
+             compute has the copies of gradients that go away                     `_copies`
              t[k] >= bytes / rate of each link alone, and of both directions at once
 
 Cuts stand where activations are largest nearby. Each constraint holds for every plan, so the
@@ -67,6 +71,8 @@ class _Bytes:
     traffic: float
     reads: tuple[float, ...]  # by segment
     complete: tuple[float, ...]  # gradients complete at each cut
+    largest: float  # parameter,
+    largest_whole: float  # and updated one with its gradient and states
 
 
 @dataclass
@@ -253,6 +259,15 @@ class _Task:
                 sum(p.nbytes for p in updated if p.gradient is not None and p.gradient < cut) / unit
                 for cut in self.cuts
             ),
+            largest=max(p.nbytes for p in parameters) / unit,
+            largest_whole=max(
+                (
+                    2 * p.nbytes + p.span * (optimizer.of(p.dtype).state_bytes if optimizer else 0)
+                    for p in updated
+                ),
+                default=0,
+            )
+            / unit,
         )
 
     def link(self, source: Tier, target: Tier) -> Link | None:
@@ -288,14 +303,17 @@ class _Programme:
         self.old = [rows.variables(self.segments) for _ in groups]  # gradients read again
         self.flying = [rows.variables(cuts) for _ in groups]  # gradients on their way
         self.q = rows.variables(self.segments)
+        self.copies = rows.variables(self.segments)  # seconds
         self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
         able = task.machine.updates_on_host and updates
         self.on_host = [rows.variable(most=1.0 if able else 0.0) for _ in groups]
+        self.on_disk = rows.variable()  # bytes on the disk behind the host
         self.total_sent = 0.0
         self._memory(accumulates)
         self._reads()
         self._gradients(accumulates)
         self._sends()
+        self._copies(accumulates)
         self._time()
         if updates:
             self._update()
@@ -331,6 +349,10 @@ class _Programme:
         for k in range(len(task.cuts)):
             terms = [(1.0, x[k]) for x in self.x] + [(1.0, flying[k]) for flying in self.flying]
             self.rows.at_most([*terms, (-1.0, self.arena)], 0.0)
+        n, apart = task.group.ranks, task.apart > 1
+        for g, group in enumerate(task.groups):  # each lies in the arena whole, or at home
+            home = [] if apart else [(float(n), self.parameters[g])]
+            self.rows.at_least([(1.0, self.arena), *home], group.largest)
         if not accumulates:  # the update has had the arena
             for x in self.x:
                 self.rows.at_most([(1.0, x[0])], 0.0)
@@ -362,6 +384,20 @@ class _Programme:
                     added = (group.complete[k + 1] - group.complete[k]) / n
                     self.rows.at_least([(1.0, self.old[g][k]), (1.0, self.at_home[g])], added)
 
+    def _copies(self, accumulates: bool) -> None:
+        """A gradient that goes away is written to a block and read there (`Player._reduce`)."""
+        n, stream = self.task.group.ranks, self.task.machine.stream_bytes_per_s
+        each = (3 if accumulates else 2) * self.task.unit_bytes / stream
+        total, home = 0.0, []
+        for g, group in enumerate(self.task.groups):
+            if n == 1:
+                home.append((each, self.at_home[g]))
+                total += each * group.gradients
+            else:
+                share = (n + 1) / n * self.task.unit_bytes / stream
+                total += (each + share) * group.gradients
+        self.rows.at_least([*((1.0, one) for one in self.copies), *home], total)
+
     def _sends(self) -> None:
         """Gradients go to the ranks that keep them, after they are complete."""
         n = self.task.apart
@@ -380,7 +416,7 @@ class _Programme:
             compute_s = float(task.starts[high] - task.starts[low])
             reads = [(1.0, of[k]) for part in (self.r, self.old) for of in part]
             writes = [(1.0, w[k]) for w in self.w]
-            self._links(self.t[k], reads, writes, [(compute_s, None)])
+            self._links(self.t[k], reads, writes, [(compute_s, None), (1.0, self.copies[k])])
             self._peers(self.t[k], [(1.0, u[k]) for u in self.u], [(1.0, self.q[k])])
 
     def _links(
@@ -462,6 +498,9 @@ class _Programme:
             rows.at_least([(1.0, write), (changed, part), *homes], changed)
             homes.append((1.0, self.at_home[g]))
             rows.at_least([(1.0, read), (everything, part), *homes], everything)
+            if n == 1:  # an updated parameter is in the ring whole
+                whole = group.largest_whole
+                rows.at_least([(1.0, self.arena), (whole, part), *homes], whole)
             for most, home in (
                 (group.parameters, self.parameters[g]),
                 (group.gradients, self.at_home[g]),
@@ -479,10 +518,40 @@ class _Programme:
                 on_host.append((group.traffic / each / host, part))
         self._links(seconds, reads, writes, compute)
         rows.at_least([(1.0, seconds), *_scaled(on_host, -1.0)], 0.0)
+        self._disk(seconds)
         if task.apart > 1:
             rest = rows.variable()
             rows.at_least([(1.0, rest), *((1.0, q) for q in self.q)], self.total_sent)
             self._peers(seconds, [], [(1.0, rest)])
+
+    def _disk(self, update: int) -> None:
+        """What the host has no room for is on the disk behind it: every byte of it is read for
+        the update, and written in the step once; nothing of it is updated on the host."""
+        rows, task, n = self.rows, self.task, self.task.group.ranks
+        if task.machine.unified:
+            return
+        homes = [
+            (1.0, part[g])
+            for part in (self.parameters, self.at_home, self.states)
+            for g in range(len(task.groups))
+        ]
+        total = sum(g.parameters + g.gradients + g.states for g in task.groups) / n
+        host = task.limits.host / task.unit_bytes
+        rows.at_least([(1.0, self.on_disk), *homes], total - host)
+        whole = [(g.updated + g.gradients + g.states) / n for g in task.groups]
+        rows.at_most(list(zip(whole, self.on_host, strict=True)), host)
+        into, back = task.link(Tier.DISK, Tier.HOST), task.link(Tier.HOST, Tier.DISK)
+        if into is None or back is None:
+            rows.at_most([(1.0, self.on_disk)], 0.0)
+            return
+        frozen = sum(g.parameters - g.updated for g in task.groups) / n
+        late = rows.variable()  # bytes on the disk that an update changes
+        rows.at_least([(1.0, late), (-1.0, self.on_disk)], -frozen)
+        moved = [(1.0, late)]
+        self._pair(update, moved, [], into, back)
+        everything = rows.variable()
+        rows.at_most([(1.0, everything), *((-1.0, t) for t in (*self.t, update))], 0.0)
+        self._pair(everything, moved, moved, into, back)
 
 
 def _scaled(terms: Sequence[tuple[float, int]], factor: float) -> list[tuple[float, int]]:

@@ -60,10 +60,14 @@ from elixir_fx.units import round_up, sizes
 FINALISTS = 3  # choices of the survey that are varied
 ROUNDS = 3  # of changes, while they help
 RELIEVED = 10  # chunks brought home because the step waits for them
+MANY_CHUNKS = 160  # of a packing that is not tried if a coarser one is at hand
 GUIDED_ARENAS = 3  # arena sizes near the relaxation's
+GUIDED_ORDERS = ("PSFG", "PGSF")
 NEIGHBOURHOODS = 12  # of homes that are tried, each around the best of the one before
 NEARBY = 160  # homes of one neighbourhood that are made the best of,
 EVERYWHERE = 240  # and of all homes
+EFFORT = 16_000  # chunks of all drafts that are made and played
+COMPLETING = 8  # drafts that completing one layout takes as long as
 RINGS = (1, 2)  # places in the ring that the survey tries where there is little room
 
 
@@ -169,15 +173,21 @@ class _Search:
     space: Space
     played: list[_Played] = field(default_factory=list)
     known: set[Choice] = field(default_factory=set)
+    effort: int = EFFORT
 
     def best(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
         for stage in (self._guided, self._survey, self._vary_best, self._relieve, self._polish):
-            if self._proved:
+            if self._done:
                 break
             stage()
         return self.played[0].draft
+
+    @property
+    def _done(self) -> bool:
+        """Whether nothing is left that is worth its effort."""
+        return self._proved or self.effort <= 0
 
     @cached_property
     def _relaxed(self) -> Relaxed:
@@ -207,9 +217,9 @@ class _Search:
             (Part.GRADIENTS, relaxed.gradients_bytes),
             (Part.STATES, relaxed.states_bytes),
         )
-        for size in self.space.chunk_sizes:
+        for size in self._sizes:
             for arena in nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS):
-                for order in (ORDERS[0], ORDERS[2]):
+                for order in GUIDED_ORDERS:
                     self._try(
                         Choice(
                             chunk_bytes=size,
@@ -220,11 +230,22 @@ class _Search:
                         )
                     )
 
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Chunk sizes: all, but those that make very many chunks only where no larger one is."""
+        sizes, players = self.space.chunk_sizes, self.space.players
+        few = tuple(s for s in sizes if len(players[s].footprint.chunks) <= MANY_CHUNKS)
+        return few or sizes[-1:]
+
     def _survey(self) -> None:
-        for share in self._shares:
-            for size in self.space.chunk_sizes:
-                for arena in self.space.arenas(size):
-                    self._try(Choice(chunk_bytes=size, arena_bytes=arena, on_host=share))
+        """Every chunk size with every arena size; every other one first."""
+        for start in (1, 0):
+            for share in self._shares:
+                for size in self._sizes:
+                    for arena in self.space.arenas(size)[start::2]:
+                        self._try(Choice(chunk_bytes=size, arena_bytes=arena, on_host=share))
+            if self.effort < EFFORT // 2:
+                break
         if len(self.played) <= FINALISTS:  # little room: the thriftiest ways as well
             for size in self.space.chunk_sizes:
                 for arena in self.space.arenas(size):
@@ -282,7 +303,7 @@ class _Search:
             return
         best = self.played[0].draft.choice.chunk_bytes
         starts = {one.draft.choice.chunk_bytes: one for one in reversed(self.played)}
-        for size in self.space.chunk_sizes:
+        for size in self._sizes:
             table = self.space.tables[size]
             few = table.count <= FEW
             if size in starts and (few or size == best):
@@ -313,7 +334,10 @@ class _Search:
         for row in np.argsort(bounds, kind="stable")[:most]:
             if bounds[row] >= self.played[0].timing.step_s:
                 break
+            if self._done:
+                break
             options = table.chosen(rows[row])
+            self.effort -= COMPLETING * len(options)
             if self._keep(size, completer.complete(options)):
                 best = options
         return best
@@ -352,9 +376,10 @@ class _Search:
 
     def _try(self, choice: Choice) -> _Played | None:
         """Draft and play a choice; None if it does not fit, or cannot be the best."""
-        if choice in self.known:
+        if choice in self.known or self._done:
             return None
         self.known.add(choice)
+        self.effort -= len(self.space.players[choice.chunk_bytes].footprint.chunks)
         draft = self.space.drafters[choice.chunk_bytes].draft(
             choice, lambda layout: not self._hopeless(choice, layout)
         )
