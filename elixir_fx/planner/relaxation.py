@@ -19,10 +19,11 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
              sum_g x[g,k] + gradients on their way at cut k <= A
              the largest parameter of g <= A + P[g], with gradient and states
              <= A + P[g] + G[g] + S[g] unless the host updates it
-    use      r >= (read in k - x[g,k]) / N - P[g]                                 `_reads`
-             u >= (read in k - x[g,k]) (N - 1) / N
-             the same for what x gains from cut to cut
-    results  gradients complete by cut k <= G[g] + written before + on their way  `_gradients`
+    use      r >= (read in k - z[g,k]) / N - P[g],  r >= gain of z / N            `_reads`
+             u >= (read in k - x[g,k]) (N - 1) / N, u >= gain of x (N - 1) / N
+             where z[g,k] >= x[g,k] - N P[g] is what of x no device is home to    `_from_far`
+    results  written before <= gradients complete by cut k                        `_gradients`
+             <= G[g] + written before + on their way
              those of an accumulation are read again where they are not at home
     disk     what the host cannot hold is read for the update, and written once     `_disk`
     update   what runs on the device is read there, and written, but for P, G, S  `_update`
@@ -39,6 +40,7 @@ those before are each at least the same programme without the update.
 The solver is scipy's HiGHS. Where it finds no optimum the bound is 0, which claims nothing.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -53,7 +55,6 @@ from elixir_fx.facts import Facts, Parameter, Role
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
 
-GROUPS = 10  # of parameters
 SEGMENTS = 18  # of forward and backward together
 UNITS = 1e3  # that all parameters together are, so that no coefficient is lost as too small
 SAFETY = 1e-6  # of the optimum that is given up to the solver's tolerances
@@ -224,17 +225,19 @@ class _Task:
 
     @cached_property
     def groups(self) -> tuple[_Bytes, ...]:
-        """Groups of parameters that are read one after the other, of about equal bytes."""
-        read = [p for p in self.facts.parameters if p.reads and p.nbytes]
-        total = sum(p.nbytes for p in read)
-        members: list[list[Parameter]] = [[]]
-        filled = 0
-        for parameter in sorted(read, key=lambda p: p.reads[0]):
-            if members[-1] and filled >= total * len(members) / GROUPS:
-                members.append([])
-            members[-1].append(parameter)
-            filled += parameter.nbytes
-        return tuple(self._bytes(group) for group in members if group)
+        """Parameters that are read, and whose gradients are complete, in the same segments."""
+        members: dict[tuple[object, ...], list[Parameter]] = {}
+        for parameter in self.facts.parameters:
+            if parameter.reads and parameter.nbytes:
+                reads = {self._segment(read) for read in parameter.reads}
+                gradient = parameter.gradient
+                done = None if gradient is None else self._segment(gradient)
+                key = (*sorted(reads), "gradient", done, parameter.trainable)
+                members.setdefault(key, []).append(parameter)
+        return tuple(self._bytes(group) for group in members.values())
+
+    def _segment(self, position: int) -> int:
+        return bisect_right(self.cuts, position) - 1
 
     def _bytes(self, parameters: Sequence[Parameter]) -> _Bytes:
         optimizer = self.facts.optimizer
@@ -359,19 +362,34 @@ class _Programme:
 
     def _reads(self) -> None:
         n, shared = self.task.group.ranks, self.task.group.shared
+        rows = self.rows
         for g, group in enumerate(self.task.groups):
-            home = (1.0, self.parameters[g])
+            home = (float(n), self.parameters[g])
+            far = self._from_far(g)
             for k in range(self.segments):
-                before = (1.0, self.x[g][k])
-                gained = (-1.0, self.x[g][k + 1])
-                for needed, terms in ((group.reads[k], [before]), (0.0, [before, gained])):
-                    own = _scaled(terms, 1 / n)
-                    self.rows.at_least([(1.0, self.r[g][k]), *own, home], needed / n)
-                    others = _scaled(terms, (n - 1) / n)
-                    if shared:  # what is at home in memory is looked at where it is
-                        others.append((n - 1.0, self.parameters[g]))
-                    if n > 1:
-                        self.rows.at_least([(1.0, self.u[g][k]), *others], needed * (n - 1) / n)
+                read, received = (float(n), self.r[g][k]), (n / (n - 1) if n > 1 else 0.0)
+                rows.at_least([read, (1.0, far[k]), home], group.reads[k])
+                rows.at_least([read, (1.0, far[k]), (-1.0, far[k + 1])], 0.0)
+                if n == 1:
+                    continue
+                others = [(received, self.u[g][k]), (1.0, self.x[g][k])]
+                # What is at home in memory that ranks share is looked at where it is.
+                seen = [home] if shared else []
+                rows.at_least([*others, *seen], group.reads[k])
+                rows.at_least([*others, (-1.0, self.x[g][k + 1])], 0.0)
+
+    def _from_far(self, g: int) -> list[int]:
+        """Of what is gathered, the bytes that are not at home on the device of any rank. What is
+        at home on the device of one rank is gathered only if ranks share no memory."""
+        if self.task.apart == 1:
+            return self.x[g]
+        cuts = len(self.task.cuts)
+        far = self.rows.variables(cuts)
+        home = (float(self.task.group.ranks), self.parameters[g])
+        for k in range(cuts):
+            self.rows.at_least([(1.0, far[k]), home, (-1.0, self.x[g][k])], 0.0)
+            self.rows.at_most([(1.0, far[k]), (-1.0, self.x[g][k])], 0.0)
+        return far
 
     def _gradients(self, accumulates: bool) -> None:
         n = self.task.group.ranks
@@ -380,6 +398,8 @@ class _Programme:
                 kept = [(1.0, w) for w in self.w[g][: k + 1]]
                 kept += [(1.0, self.at_home[g]), (1.0, self.flying[g][k + 1])]
                 self.rows.at_least(kept, group.complete[k + 1] / n)
+                written = [(1.0, w) for w in self.w[g][: k + 1]]
+                self.rows.at_most(written, group.complete[k + 1] / n)
                 if accumulates:
                     added = (group.complete[k + 1] - group.complete[k]) / n
                     self.rows.at_least([(1.0, self.old[g][k]), (1.0, self.at_home[g])], added)

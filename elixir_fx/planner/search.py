@@ -218,7 +218,9 @@ class _Search:
             (Part.STATES, relaxed.states_bytes),
         )
         for size in self._sizes:
-            for arena in nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS):
+            near = nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS)
+            exact = [int(relaxed.arena_bytes * factor) for factor in (1.0, 0.9)]
+            for arena in exact + near:
                 for order in GUIDED_ORDERS:
                     self._try(
                         Choice(

@@ -121,6 +121,8 @@ class Space:
         total = sum(sum(size.packed.values()) for size in footprint.sizes)
         base = max(chunk_bytes, self.chunk_sizes[0], largest[len(largest) // 2])
         big = [2 * largest[-1], 3 * largest[-1], whole, 2 * whole]
+        read = sum(align(chunk.nbytes) for chunk in footprint.chunks)
+        big += [int(read * share) for share in (0.25, 0.5, 0.75, 0.9, 1.0)]
         if self.group.ranks > 1:
             needed = (self.group.gradient_block_bytes(chunk) for chunk in footprint.chunks)
             blocks = 2 * max(needed, default=0)
