@@ -6,7 +6,7 @@ step is cut into K segments of its nodes and the update; the parameters into gro
 gives these quantities, bytes of one rank (of N ranks the mean one):
 
     P[g], G[g], S[g]   parameters, gradients, states of group g at home on the device
-    A                  the arena
+    A, B               the arena, and the blocks in it that gradients pass through
     x[g,k]  parameters of the group that are gathered at cut k, in the arena
     r[g,k]  read from the far tier in segment k,   u[g,k]  received from other ranks
     w[g,k]  gradients written to the far tier,     q[k]    sent to other ranks
@@ -16,9 +16,9 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
     minimise  sum t[k]   subject to
 
     memory   sum_g P + G + S + A <= device - buffers - activations at their peak  `_memory`
-             sum_g x[g,k] + gradients on their way at cut k <= A
-             the largest parameter of g <= A + P[g], with gradient and states
-             <= A + P[g] + G[g] + S[g] unless the host updates it
+             sum_g x[g,k] <= A - B,  gradients on their way at cut k <= B, the blocks
+             the largest parameter of g <= A - B + P[g], its gradient <= B + G[g], all of
+             it <= A + P[g] + G[g] + S[g] unless the host updates it
     use      r >= (read in k - z[g,k]) / N - P[g],  r >= gain of z / N            `_reads`
              u >= (read in k - x[g,k]) (N - 1) / N, u >= gain of x (N - 1) / N
              where z[g,k] >= x[g,k] - N P[g] is what of x no device is home to    `_from_far`
@@ -73,6 +73,7 @@ class _Bytes:
     reads: tuple[float, ...]  # by segment
     complete: tuple[float, ...]  # gradients complete at each cut
     largest: float  # parameter,
+    largest_block: float  # that gradients of one pass through,
     largest_whole: float  # and updated one with its gradient and states
 
 
@@ -263,6 +264,7 @@ class _Task:
                 for cut in self.cuts
             ),
             largest=max(p.nbytes for p in parameters) / unit,
+            largest_block=max((self._block_bytes(p) for p in updated), default=0) / unit,
             largest_whole=max(
                 (
                     2 * p.nbytes + p.span * (optimizer.of(p.dtype).state_bytes if optimizer else 0)
@@ -272,6 +274,14 @@ class _Task:
             )
             / unit,
         )
+
+    def _block_bytes(self, parameter: Parameter) -> int:
+        """Room that the gradient of a parameter takes while ranks sum it (`Group`)."""
+        n = self.group.ranks
+        if n == 1:
+            return parameter.nbytes
+        received = 0 if self.group.shared else parameter.nbytes
+        return parameter.nbytes + received + parameter.nbytes // n
 
     def link(self, source: Tier, target: Tier) -> Link | None:
         """A link with its rates in units."""
@@ -295,7 +305,7 @@ class _Programme:
         rows, groups, cuts = self.rows, task.groups, len(task.cuts)
         self.segments = cuts - 1
         n = task.group.ranks
-        self.arena = rows.variable()
+        self.arena, self.blocks = rows.variable(), rows.variable()
         self.parameters = [rows.variable(most=g.parameters / n) for g in groups]
         self.at_home = [rows.variable(most=g.gradients / n) for g in groups]  # gradients
         self.states = [rows.variable(most=g.states / n) for g in groups]
@@ -350,12 +360,17 @@ class _Programme:
         fixed = (*self.parameters, *self.at_home, *self.states, self.arena)
         self.rows.at_most([(1.0, part) for part in fixed], max(0, device) / task.unit_bytes)
         for k in range(len(task.cuts)):
-            terms = [(1.0, x[k]) for x in self.x] + [(1.0, flying[k]) for flying in self.flying]
-            self.rows.at_most([*terms, (-1.0, self.arena)], 0.0)
+            gathered = [(1.0, x[k]) for x in self.x]
+            self.rows.at_most([*gathered, (1.0, self.blocks), (-1.0, self.arena)], 0.0)
+            flying = [(1.0, flying[k]) for flying in self.flying]
+            self.rows.at_most([*flying, (-1.0, self.blocks)], 0.0)
         n, apart = task.group.ranks, task.apart > 1
         for g, group in enumerate(task.groups):  # each lies in the arena whole, or at home
             home = [] if apart else [(float(n), self.parameters[g])]
-            self.rows.at_least([(1.0, self.arena), *home], group.largest)
+            area = [(1.0, self.arena), (-1.0, self.blocks)]
+            self.rows.at_least([*area, *home], group.largest)
+            block = [(1.0, self.blocks)] if n > 1 else [(1.0, self.blocks), (1.0, self.at_home[g])]
+            self.rows.at_least(block, group.largest_block)
         if not accumulates:  # the update has had the arena
             for x in self.x:
                 self.rows.at_most([(1.0, x[0])], 0.0)

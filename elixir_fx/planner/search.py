@@ -30,6 +30,7 @@ clock and no chance in it.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +43,7 @@ from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
 from elixir_fx.planner.draft import Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
-from elixir_fx.planner.order import ORDERS
+from elixir_fx.planner.order import ORDERS, Item
 from elixir_fx.planner.place import (
     Stay,
     core_bytes,
@@ -221,16 +222,27 @@ class _Search:
             near = nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS)
             exact = [int(relaxed.arena_bytes * factor) for factor in (1.0, 0.9)]
             for arena in exact + near:
-                for order in GUIDED_ORDERS:
+                for order, first in product(GUIDED_ORDERS, self._outsized(size)):
                     self._try(
                         Choice(
                             chunk_bytes=size,
                             arena_bytes=arena,
                             quotas=quotas,
                             order=order,
+                            first=first,
                             on_host=relaxed.on_host,
                         )
                     )
+
+    def _outsized(self, chunk_bytes: int) -> list[tuple[Item, ...]]:
+        """Parts to bring home first, in several ways: of chunks that are larger than they should
+        be, as a single parameter may be, which else would set the size of every block."""
+        chunks = self.space.players[chunk_bytes].footprint.chunks
+        large = [chunk.id for chunk in chunks if chunk.nbytes > 2 * chunk_bytes]
+        if not large or self.space.group.ranks > 1:
+            return [()]
+        gradients = tuple((chunk, Part.GRADIENTS) for chunk in large)
+        return [(), gradients, (*gradients, *((chunk, Part.PARAMETERS) for chunk in large))]
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -293,6 +305,8 @@ class _Search:
                 yield replace(choice, quotas=quotas, fill=True)
         if choice.quotas:
             yield replace(choice, quotas=(), fill=True)
+        for first in self._outsized(choice.chunk_bytes):
+            yield replace(choice, first=first, fill=True)
         if len(self._shares) > 1:
             for step in (-0.25, -0.1, -0.04, 0.04, 0.1, 0.25):
                 share = round(min(1.0, max(0.0, choice.on_host + step)), 3)
