@@ -23,9 +23,11 @@ everything may be at home, without a tier to be away on. Gradients pass through 
 they are at home.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+
+import numpy as np
 
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Homes, Layout, Limits, align
@@ -43,6 +45,7 @@ from elixir_fx.planner.place import (
     resident,
     uses,
 )
+from elixir_fx.planner.tally import COLUMN, PARTS, Mask, Parts, Tally
 
 ON_HOST = Homes(parameters=Tier.HOST, gradients=Tier.HOST, states=Tier.HOST)
 WHOLE = 1 << 62  # elements of a unit: the whole chunk, before it is known how it is cut
@@ -81,18 +84,6 @@ class Draft:
     layout: Layout
     stays: tuple[Stay, ...]
     need_bytes: int
-
-
-@dataclass(kw_only=True)
-class _Parts:
-    """The parts that are away, and the chunks of these whose optimizer runs on the host."""
-
-    away: set[Item]
-    hosted: set[int] = field(default_factory=set)
-
-    def streams(self, chunk: int, part: Part) -> bool:
-        """Whether the update brings a part to the device and back."""
-        return (chunk, part) in self.away and chunk not in self.hosted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,23 +139,24 @@ class Drafter:
         return first_call(self.footprint.facts)
 
     @cached_property
-    def _items(self) -> tuple[Item, ...]:
+    def _tally(self) -> Tally:
+        return Tally(footprint=self.footprint)
+
+    @cached_property
+    def _movable(self) -> Mask:
         """Every part that could be away."""
-        return tuple(
-            (sizes.chunk.id, part)
-            for sizes in self._sizes
-            for part in Part
-            if sizes.ordinary[part] and not self.stays(sizes.chunk, part)
+        movable = [[not self.stays(s.chunk, part) for part in PARTS] for s in self._sizes]
+        return np.array(movable, dtype=np.bool_).reshape(-1, len(PARTS)) & (
+            self._tally.ordinary > 0
         )
 
     @cached_property
-    def _bound_away(self) -> frozenset[Item]:
+    def _bound_away(self) -> Mask:
         """Parts pinned to a tier beyond the device."""
-        return frozenset(
-            (chunk, part)
-            for chunk, part in self._items
-            if part is Part.PARAMETERS and self.pin(self._sizes[chunk].chunk) is not None
-        )
+        pinned = np.array([self.pin(s.chunk) is not None for s in self._sizes], dtype=np.bool_)
+        bound = np.zeros_like(self._movable)
+        bound[:, COLUMN[Part.PARAMETERS]] = pinned & self._movable[:, COLUMN[Part.PARAMETERS]]
+        return bound
 
     def pin(self, chunk: Chunk) -> Tier | None:
         """The tier that the user fixed for a chunk's parameters."""
@@ -179,12 +171,12 @@ class Drafter:
 
     # Steps 1 to 4: the least that must be at home on the device.
 
-    def _least(self, choice: Choice) -> _Parts | None:
+    def _least(self, choice: Choice) -> Parts | None:
         """The parts away when as few as possible are at home."""
-        parts = _Parts(away=set(self._items))
+        parts = Parts.of(self._movable)
         self._to_host(choice, parts)
         self._serve_arena(choice, parts)
-        if not self._serve_tiers(choice, parts) or not (parts.away or self._many):
+        if not self._serve_tiers(choice, parts) or not (parts.count or self._many):
             return None
         return parts
 
@@ -192,21 +184,17 @@ class Drafter:
     def _many(self) -> bool:
         return self.footprint.group.ranks > 1
 
-    def _to_host(self, choice: Choice, parts: _Parts) -> None:
+    def _to_host(self, choice: Choice, parts: Parts) -> None:
         """Choose the chunks whose optimizer runs on the host: as large a share as the choice
         says of those that may be, as far as the host has room for them."""
         if not choice.on_host or not self._host_updates:
             return
-        able = [
-            sizes
-            for sizes in self._sizes
-            if sizes.chunk.trainable
-            and all((sizes.chunk.id, part) in parts.away for part in Part if sizes.ordinary[part])
-        ]
-        wanted = choice.on_host * sum(sizes.chunk.share_bytes for sizes in able)
-        scratch = self.footprint.host_update_bytes({s.chunk.id for s in able}, WHOLE)
-        room = self.limits.of(Tier.HOST) - scratch
-        for sizes in sorted(able, key=lambda sizes: -self._spread[sizes.chunk.id]):
+        wholly = (parts.away | (self._tally.ordinary == 0)).all(axis=1)
+        able = {int(chunk) for chunk in np.flatnonzero(wholly & self._tally.trainable)}
+        wanted = choice.on_host * sum(self._sizes[chunk].chunk.share_bytes for chunk in able)
+        room = self.limits.of(Tier.HOST) - self.footprint.host_update_bytes(able, WHOLE)
+        for chunk in sorted(able, key=lambda chunk: -self._spread[chunk]):
+            sizes = self._sizes[chunk]
             needed = sum(sizes.packed.values())
             if wanted < sizes.chunk.share_bytes / 2:
                 break
@@ -214,20 +202,18 @@ class Drafter:
                 continue
             wanted -= sizes.chunk.share_bytes
             room -= needed
-            parts.hosted.add(sizes.chunk.id)
+            parts.hosted[chunk] = True
 
     @property
     def _host_updates(self) -> bool:
         """Whether an optimizer can run on the host."""
         return self.machine.updates_on_host and Tier.HOST in self._tiers
 
-    def _serve_arena(self, choice: Choice, parts: _Parts) -> None:
-        arena = choice.arena_bytes
-        for sizes in self._sizes:
-            for part in (Part.STATES, Part.PARAMETERS, Part.GRADIENTS):
-                needed = choice.ring * self._streamed_bytes(parts, sizes.chunk.id, sizes.widest)
-                if needed > arena:
-                    self._come_home(parts, (sizes.chunk.id, part))
+    def _serve_arena(self, choice: Choice, parts: Parts) -> None:
+        arena, tally = choice.arena_bytes, self._tally
+        for part in (Part.STATES, Part.PARAMETERS, Part.GRADIENTS):
+            in_ring = choice.ring * (tally.widest * parts.streams).sum(axis=1)
+            self._come_home(parts, part, in_ring > arena)
         while True:
             block = self._gradient_block(parts)
             gathered = self._uses(parts)
@@ -240,71 +226,83 @@ class Drafter:
                 part, size = Part.GRADIENTS, block
             if self._many:  # the gradients of every chunk need their block wherever they live
                 part, size = Part.PARAMETERS, largest
-            before = len(parts.away)
-            for item in sorted(parts.away):
-                if item[1] is part and self._sizes[item[0]].chunk.nbytes >= size:
-                    self._come_home(parts, item)
-            if len(parts.away) == before:  # only pinned ones are left: they set the arena
+            before = parts.count
+            self._come_home(parts, part, tally.nbytes >= size)
+            if parts.count == before:  # only pinned ones are left: they set the arena
                 return
 
-    def _serve_tiers(self, choice: Choice, parts: _Parts) -> bool:
+    def _serve_tiers(self, choice: Choice, parts: Parts) -> bool:
         """Bring parts home until host and disk hold the rest; whether they can."""
         room = sum(self.limits.of(tier) for tier in self._tiers)
-        total = sum(self._sizes[chunk].packed[part] for chunk, part in parts.away)
-        for item in self._ordered(choice, parts):
+        packed = self._tally.packed
+        if int(packed[parts.away].sum()) <= room and self._assign(parts) is not None:
+            return True
+        total = int(packed[parts.away].sum())
+        for chunk, part in self._ordered(choice, parts):
             if total <= room and self._assign(parts) is not None:
                 return True
-            before = len(parts.away)
-            self._come_home(parts, item)
-            if len(parts.away) < before:
-                total -= self._sizes[item[0]].packed[item[1]]
+            if not self._bound_away[chunk, COLUMN[part]]:
+                parts.put((chunk, part), False)
+                parts.hosted[chunk] = False
+                total -= int(packed[chunk, COLUMN[part]])
         return self._assign(parts) is not None
 
-    def _come_home(self, parts: _Parts, item: Item) -> None:
-        if item not in self._bound_away and item in parts.away:
-            parts.away.remove(item)
-            parts.hosted.discard(item[0])
+    def _come_home(self, parts: Parts, part: Part, chunks: Mask) -> None:
+        """Bring a part of these chunks home, but for what is pinned elsewhere."""
+        column = COLUMN[part]
+        moved = chunks & parts.away[:, column] & ~self._bound_away[:, column]
+        parts.away[moved, column] = False
+        parts.hosted[moved] = False
 
     # Step 5: memory that is left.
 
-    def _fill(self, choice: Choice, parts: _Parts) -> None:
+    def _fill(self, choice: Choice, parts: Parts) -> None:
         """Bring parts home while the device has room, but never all of them."""
+        ordinary = self._tally.ordinary
         for _ in range(3):  # parts at home can make the arena smaller, which makes room
             room = self.limits.device - self._need(choice, parts)
-            taken = []
-            for item in self._ordered(choice, parts):
-                size = self._sizes[item[0]].ordinary[item[1]]
-                last = len(parts.away) == 1 and not self._many
-                able = item not in self._bound_away and item[0] not in parts.hosted
-                if size <= room and able and not last:
+            left = parts.count
+            taken: list[Item] = []
+            for chunk, part in self._ordered(choice, parts):
+                size = int(ordinary[chunk, COLUMN[part]])
+                able = not self._bound_away[chunk, COLUMN[part]] and not parts.hosted[chunk]
+                if size <= room and able and (left > 1 or self._many):
                     room -= size
-                    parts.away.discard(item)
-                    taken.append(item)
+                    left -= 1
+                    parts.put((chunk, part), False)
+                    taken.append((chunk, part))
             while taken and self._need(choice, parts) > self.limits.device:
-                parts.away.add(taken.pop())
+                parts.put(taken.pop(), True)
             if not taken:
                 break
         self._fill_whole(choice, parts)
 
-    def _fill_whole(self, choice: Choice, parts: _Parts) -> None:
+    def _fill_whole(self, choice: Choice, parts: Parts) -> None:
         """Bring chunks that are updated on the host home, with all their parts."""
-        for chunk in sorted(parts.hosted, key=lambda chunk: self._spread[chunk]):
-            items = [(chunk, part) for part in Part if (chunk, part) in parts.away]
-            kept = any(item in self._bound_away or item in choice.never for item in items)
-            if kept or len(items) == len(parts.away):
+        room = self.limits.device - self._need(choice, parts)
+        whole = self._tally.ordinary.sum(axis=1)
+        taken: list[tuple[int, Mask]] = []
+        kept = np.array(self._bound_away.any(axis=1), dtype=np.bool_)
+        for chunk, _ in choice.never:
+            kept[chunk] = True
+        for chunk in sorted(parts.hosted_ids(), key=lambda chunk: self._spread[chunk]):
+            if kept[chunk] or whole[chunk] > room or parts.count == parts.away[chunk].sum():
                 continue
-            parts.hosted.discard(chunk)
-            parts.away.difference_update(items)
-            if self._need(choice, parts) > self.limits.device:
-                parts.hosted.add(chunk)
-                parts.away.update(items)
+            room -= int(whole[chunk])
+            taken.append((chunk, parts.away[chunk].copy()))
+            parts.hosted[chunk] = False
+            parts.away[chunk] = False
+        while taken and self._need(choice, parts) > self.limits.device:
+            chunk, away = taken.pop()
+            parts.hosted[chunk] = True
+            parts.away[chunk] = away
 
-    def _ordered(self, choice: Choice, parts: _Parts) -> list[Item]:
+    def _ordered(self, choice: Choice, parts: Parts) -> list[Item]:
         """Items in the order in which they come home."""
         order = Order(
             letters=choice.order, quotas=dict(choice.quotas), first=choice.first, never=choice.never
         )
-        return order.of(parts.away, self._sizes, self._spread)
+        return order.of(parts.items(), self._sizes, self._spread)
 
     @cached_property
     def _spread(self) -> tuple[int, ...]:
@@ -316,29 +314,32 @@ class Drafter:
     def _tiers(self) -> tuple[Tier, ...]:
         return away_tiers(self.machine, self.limits)
 
-    def _assign(self, parts: _Parts) -> tuple[dict[Item, Tier], int] | None:
+    def _assign(self, parts: Parts) -> tuple[dict[Item, Tier], int] | None:
         """A tier for every part away, and the staging bytes. None if they do not fit."""
         room = {tier: self.limits.of(tier) for tier in self._tiers}
-        total = sum(self._sizes[chunk].packed[part] for chunk, part in parts.away)
-        if parts.hosted:
-            room[Tier.HOST] -= self.footprint.host_update_bytes(parts.hosted, WHOLE)
+        total = int(self._tally.packed[parts.away].sum())
+        hosted, bound = parts.hosted_ids(), parts.away & self._bound_away
+        if hosted:
+            room[Tier.HOST] -= self.footprint.host_update_bytes(hosted, WHOLE)
         staging = 0
-        bound_to_disk = any(
-            self.pin(self._sizes[c].chunk) == Tier.DISK for c, _ in parts.away & self._bound_away
-        )
+        pinned = np.flatnonzero(bound.any(axis=1))
+        bound_to_disk = any(self.pin(self._sizes[chunk].chunk) == Tier.DISK for chunk in pinned)
         if Tier.HOST in room and (total > room[Tier.HOST] or bound_to_disk):
             staging = self._staging(parts) if Tier.DISK in room else 0
             room[Tier.HOST] -= staging
         tiers: dict[Item, Tier] = {}
+        if len(room) == 1 and not len(pinned):
+            (only,) = room
+            return (dict.fromkeys(parts.items(), only), 0) if total <= room[only] else None
         rank = {part: i for i, part in enumerate((Part.PARAMETERS, Part.STATES, Part.GRADIENTS))}
         for item in sorted(
-            parts.away,
-            key=lambda i: (i[0] not in parts.hosted, i not in self._bound_away, rank[i[1]], i[0]),
+            parts.items(),
+            key=lambda i: (i[0] not in hosted, not bound[i[0], COLUMN[i[1]]], rank[i[1]], i[0]),
         ):
             chunk, part = item
             size = self._sizes[chunk].packed[part]
-            pin = self.pin(self._sizes[chunk].chunk) if item in self._bound_away else None
-            if chunk in parts.hosted:
+            pin = self.pin(self._sizes[chunk].chunk) if bound[chunk, COLUMN[part]] else None
+            if chunk in hosted:
                 pin = Tier.HOST
             tier = next((t for t in room if size <= room[t] and pin in (None, t)), None)
             if tier is None:
@@ -347,13 +348,12 @@ class Drafter:
             tiers[item] = tier
         return tiers, staging
 
-    def _staging(self, parts: _Parts) -> int:
-        block = max(self._sizes[chunk].packed[part] for chunk, part in parts.away)
-        return staging_bytes(block, self.limits)
+    def _staging(self, parts: Parts) -> int:
+        return staging_bytes(int(self._tally.packed[parts.away].max()), self.limits)
 
     # The layout that homes make.
 
-    def _layout(self, choice: Choice, parts: _Parts) -> Layout | None:
+    def _layout(self, choice: Choice, parts: Parts) -> Layout | None:
         """The layout of these homes, its gather area as large as the arena allows."""
         assigned = self._assign(parts)
         if assigned is None:
@@ -368,7 +368,7 @@ class Drafter:
         return Layout(
             chunks=tuple(
                 replace(sizes.chunk, homes=ON_HOST, update=Tier.HOST)
-                if sizes.chunk.id in parts.hosted
+                if parts.hosted[sizes.chunk.id]
                 else replace(sizes.chunk, homes=_homes(sizes.chunk.id, tiers))
                 for sizes in self._sizes
             ),
@@ -383,123 +383,96 @@ class Drafter:
             group=self.footprint.group,
         )
 
-    def _need(self, choice: Choice, parts: _Parts) -> int:
+    def _need(self, choice: Choice, parts: Parts) -> int:
         """Device bytes of these homes with the choice's arena, at the step's peak."""
         update_numel = self._update_numel(choice, parts)
         blocks = choice.gradient_blocks * self._gradient_block(parts)
         beside = blocks if self.footprint.group.shared else 0
         area = self._area(choice, parts) + blocks - beside
-        arena = max(area, choice.ring * self._unit_bytes(parts, update_numel))
+        arena = max(area, choice.ring * self._tally.unit_bytes(parts, update_numel))
         return self._need_of(parts, update_numel, arena + beside)
 
-    def _area(self, choice: Choice, parts: _Parts) -> int:
+    def _area(self, choice: Choice, parts: Parts) -> int:
         """Bytes of the gather area: what the arena leaves, or without `fill` the least."""
         if not choice.fill:
             return self._core_bytes(parts)
         # Also where this graph reads none of them: another one may.
-        if not any(self._takes_block(sizes.chunk.id, parts.away) for sizes in self._sizes):
+        if not self._takes_block(parts).any():
             return 0
         blocks = choice.gradient_blocks * self._gradient_block(parts)
-        bound = _Parts(away=set(self._bound_away))
+        bound = Parts.of(self._bound_away)
         return max(choice.arena_bytes - blocks, self._core_bytes(bound))
 
-    def _core_bytes(self, parts: _Parts) -> int:
+    def _core_bytes(self, parts: Parts) -> int:
         """Bytes of the gather area without which no schedule works, of this graph or of one
         that reads what this one leaves idle (another branch): two such chunks at once."""
-        gathered = self._uses(parts)
-        key = tuple(use.chunk for use in gathered)
+        takes = self._takes_block(parts)
+        key = takes.tobytes()
         if key not in self._known_cores:
-            self._known_cores[key] = core_bytes(gathered)
-        read = set(key)
-        idle = sorted(
-            align(sizes.chunk.nbytes)
-            for sizes in self._sizes
-            if self._takes_block(sizes.chunk.id, parts.away) and sizes.chunk.id not in read
-        )
-        return max(self._known_cores[key], sum(idle[-2:]))
+            gathered = self._uses(parts)
+            idle = takes.copy()
+            idle[[use.chunk for use in gathered]] = False
+            unread = sorted(align(int(nbytes)) for nbytes in self._tally.nbytes[idle])
+            self._known_cores[key] = max(core_bytes(gathered), sum(unread[-2:]))
+        return self._known_cores[key]
 
     @cached_property
-    def _known_cores(self) -> dict[tuple[int, ...], int]:
+    def _known_cores(self) -> dict[bytes, int]:
         return {}
 
-    def _arena(self, choice: Choice, parts: _Parts, layout: Layout) -> int:
+    def _arena(self, choice: Choice, parts: Parts, layout: Layout) -> int:
         return max(
             layout.gather_bytes + layout.block_bytes - layout.shared_bytes,
-            choice.ring * self._unit_bytes(parts, layout.update_numel),
+            choice.ring * self._tally.unit_bytes(parts, layout.update_numel),
         )
 
-    def _need_of(self, parts: _Parts, update_numel: int, arena: int) -> int:
-        constant = self._everything - sum(self._sizes[c].ordinary[p] for c, p in parts.away)
-        states = {chunk for chunk, part in parts.away if part is Part.STATES}
-        update = self.footprint.update_bytes(states, update_numel, parts.hosted)
+    def _need_of(self, parts: Parts, update_numel: int, arena: int) -> int:
+        constant = self._everything - int(self._tally.ordinary[parts.away].sum())
+        update = self._tally.update_bytes(parts, update_numel)
         return constant + arena + max(self.footprint.live_peak, update)
 
     @cached_property
     def _everything(self) -> int:
         return self.footprint.constant([Homes()] * len(self._sizes))
 
-    def _uses(self, parts: _Parts) -> tuple[Use, ...]:
+    def _uses(self, parts: Parts) -> tuple[Use, ...]:
         """Uses of the chunks that are gathered into blocks."""
-        return tuple(use for use in self._all_uses if self._takes_block(use.chunk, parts.away))
+        takes = self._takes_block(parts)
+        return tuple(use for use in self._all_uses if takes[use.chunk])
 
-    def _residents(self, parts: _Parts) -> tuple[Use, ...]:
+    def _residents(self, parts: Parts) -> tuple[Use, ...]:
         """Uses of the chunks that are gathered where they are at home."""
-        return tuple(
-            use
-            for use in self._all_uses
-            if self._sizes[use.chunk].chunk.sharded and not self._takes_block(use.chunk, parts.away)
-        )
+        there = self._tally.sharded & ~self._takes_block(parts)
+        return tuple(use for use in self._all_uses if there[use.chunk])
 
-    def _takes_block(self, chunk: int, away: set[Item]) -> bool:
-        if (chunk, Part.PARAMETERS) in away:
-            return True
-        return self._sizes[chunk].chunk.sharded and not self.footprint.group.shared
+    def _takes_block(self, parts: Parts) -> Mask:
+        """The chunks that are gathered into blocks."""
+        away = parts.away[:, COLUMN[Part.PARAMETERS]]
+        takes: Mask = away if self.footprint.group.shared else away | self._tally.sharded
+        return takes
 
-    def _gradient_block(self, parts: _Parts) -> int:
+    def _gradient_block(self, parts: Parts) -> int:
         """A block takes the gradients of any chunk, also one that another graph trains."""
         if self._many:
-            group = self.footprint.group
-            trained = (s.chunk for s in self._sizes if s.chunk.trainable)
-            return max((group.gradient_block_bytes(chunk) for chunk in trained), default=0)
-        return max(
-            (self._sizes[c].packed[part] for c, part in parts.away if part is Part.GRADIENTS),
-            default=0,
-        )
+            return self._shared_block
+        column = COLUMN[Part.GRADIENTS]
+        return int(self._tally.packed[parts.away[:, column], column].max(initial=0))
 
-    def _streamed_bytes(self, parts: _Parts, chunk: int, sizes: Mapping[Part, int]) -> int:
-        """Bytes of these parts of a chunk that pass through the ring."""
-        total = 0
-        for part, size in sizes.items():
-            if parts.streams(chunk, part):
-                total += size
-        return total
+    @cached_property
+    def _shared_block(self) -> int:
+        group = self.footprint.group
+        trained = (s.chunk for s in self._sizes if s.chunk.trainable)
+        return max((group.gradient_block_bytes(chunk) for chunk in trained), default=0)
 
-    def _update_numel(self, choice: Choice, parts: _Parts) -> int:
+    def _update_numel(self, choice: Choice, parts: Parts) -> int:
         """Elements of a unit: so many that `pieces` of the widest fit the arena."""
-        if not any(sizes.chunk.share_numel for sizes in self._sizes):
+        if not self._tally.numel.any():
             return 1
-        per_element = max(
-            self._streamed_bytes(parts, s.chunk.id, s.packed) / s.chunk.share_numel
-            for s in self._sizes
-            if s.chunk.share_numel
-        )
-        target = choice.arena_bytes / max(choice.ring, choice.pieces)
+        per_element = self._tally.per_element(parts)
         if not per_element:  # updated where it is
-            return max(s.chunk.share_numel for s in self._sizes)
+            return int(self._tally.numel.max())
+        target = choice.arena_bytes / max(choice.ring, choice.pieces)
         return rounded_down(max(1, int(target / per_element)))
-
-    def _unit_bytes(self, parts: _Parts, update_numel: int) -> int:
-        """The largest unit's bytes that pass through the ring."""
-        largest = 0
-        for sizes in self._moving(parts):
-            unit = sizes.of(sizes.largest_unit(update_numel))
-            largest = max(largest, self._streamed_bytes(parts, sizes.chunk.id, unit))
-        return largest
-
-    def _moving(self, parts: _Parts) -> Iterator[ChunkBytes]:
-        """Chunks that the update streams."""
-        chunks = {chunk for chunk, _ in parts.away} - parts.hosted
-        return (s for s in self._sizes if s.chunk.id in chunks and s.chunk.trainable)
 
 
 def rounded_down(numel: int) -> int:

@@ -62,7 +62,7 @@ FINALISTS = 3  # choices of the survey that are varied
 ROUNDS = 3  # of changes, while they help
 RELIEVED = 10  # chunks brought home because the step waits for them
 MANY_CHUNKS = 160  # of a packing that is not tried if a coarser one is at hand
-GUIDED_ARENAS = 3  # arena sizes near the relaxation's
+GUIDED_ARENAS = 2  # arena sizes near the relaxation's
 GUIDED_ORDERS = ("PSFG", "PGSF")
 NEIGHBOURHOODS = 12  # of homes that are tried, each around the best of the one before
 NEARBY = 160  # homes of one neighbourhood that are made the best of,
@@ -218,10 +218,9 @@ class _Search:
             (Part.GRADIENTS, relaxed.gradients_bytes),
             (Part.STATES, relaxed.states_bytes),
         )
-        for size in self._sizes:
+        for size in reversed(self._sizes):  # the coarsest first: it takes the least effort
             near = nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS)
-            exact = [int(relaxed.arena_bytes * factor) for factor in (1.0, 0.9)]
-            for arena in exact + near:
+            for arena in (relaxed.arena_bytes, *near):
                 for order, first in product(GUIDED_ORDERS, self._outsized(size)):
                     self._try(
                         Choice(
