@@ -49,6 +49,7 @@ from elixir_fx.planner.tally import COLUMN, PARTS, Mask, Parts, Tally
 
 ON_HOST = Homes(parameters=Tier.HOST, gradients=Tier.HOST, states=Tier.HOST)
 WHOLE = 1 << 62  # elements of a unit: the whole chunk, before it is known how it is cut
+OUTSIZED = 2  # times the size of a chunk: a single parameter that is larger
 STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 
 
@@ -193,7 +194,8 @@ class Drafter:
         able = {int(chunk) for chunk in np.flatnonzero(wholly & self._tally.trainable)}
         wanted = choice.on_host * sum(self._sizes[chunk].chunk.share_bytes for chunk in able)
         room = self.limits.of(Tier.HOST) - self.footprint.host_update_bytes(able, WHOLE)
-        for chunk in sorted(able, key=lambda chunk: -self._spread[chunk]):
+        outsized = self._tally.nbytes > OUTSIZED * choice.chunk_bytes  # need no ring there
+        for chunk in sorted(able, key=lambda chunk: (not outsized[chunk], -self._spread[chunk])):
             sizes = self._sizes[chunk]
             needed = sum(sizes.packed.values())
             if wanted < sizes.chunk.share_bytes / 2:

@@ -40,7 +40,7 @@ from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
-from elixir_fx.planner.draft import Choice, Draft
+from elixir_fx.planner.draft import OUTSIZED, Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
 from elixir_fx.planner.order import ORDERS, Item
@@ -220,24 +220,29 @@ class _Search:
         )
         for size in reversed(self._sizes):  # the coarsest first: it takes the least effort
             near = nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS)
-            for arena in (relaxed.arena_bytes, *near):
-                for order, first in product(GUIDED_ORDERS, self._outsized(size)):
-                    self._try(
-                        Choice(
-                            chunk_bytes=size,
-                            arena_bytes=arena,
-                            quotas=quotas,
-                            order=order,
-                            first=first,
-                            on_host=relaxed.on_host,
-                        )
+            largest = max(c.nbytes for c in self.space.players[size].footprint.chunks)
+            ways = [(arena, 2) for arena in (relaxed.arena_bytes, *near)]
+            # Room to gather the largest chunk and to pass its gradient on.
+            ways += [(2 * largest + 2 * size, 1), (2 * largest + 6 * size, 1)]
+            ways += [(3 * largest + 2 * size, 2)]
+            for (arena, blocks), order, first in product(ways, GUIDED_ORDERS, self._outsized(size)):
+                self._try(
+                    Choice(
+                        chunk_bytes=size,
+                        arena_bytes=arena,
+                        gradient_blocks=blocks,
+                        quotas=quotas,
+                        order=order,
+                        first=first,
+                        on_host=relaxed.on_host,
                     )
+                )
 
     def _outsized(self, chunk_bytes: int) -> list[tuple[Item, ...]]:
         """Parts to bring home first, in several ways: of chunks that are larger than they should
         be, as a single parameter may be, which else would set the size of every block."""
         chunks = self.space.players[chunk_bytes].footprint.chunks
-        large = [chunk.id for chunk in chunks if chunk.nbytes > 2 * chunk_bytes]
+        large = [chunk.id for chunk in chunks if chunk.nbytes > OUTSIZED * chunk_bytes]
         if not large or self.space.group.ranks > 1:
             return [()]
         gradients = tuple((chunk, Part.GRADIENTS) for chunk in large)
