@@ -32,7 +32,7 @@ import numpy as np
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Homes, Layout, Limits, align
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part
-from elixir_fx.planner.order import ORDERS, Item, Order, spread
+from elixir_fx.planner.order import LETTERS, ORDERS, Item, Order, spread
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.place import (
     Stay,
@@ -49,6 +49,9 @@ from elixir_fx.planner.tally import COLUMN, PARTS, Mask, Parts, Tally
 
 ON_HOST = Homes(parameters=Tier.HOST, gradients=Tier.HOST, states=Tier.HOST)
 WHOLE = 1 << 62  # elements of a unit: the whole chunk, before it is known how it is cut
+# Which parts keep to the nearer tier: on the disk gradients are written in the backward and read
+# in the update, states both in the update.
+SPILLS = ("PSG", "PGS")
 OUTSIZED = 2  # times the size of a chunk: a single parameter that is larger
 STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 
@@ -60,7 +63,8 @@ class Choice:
     `ring` units fit the arena at least, `pieces` is how many the units are cut for. Parts come
     home in this order: those in `first`; of each part as many bytes as `quotas` say, and then
     the rest, as `order` ranks them; never those in `never`. `on_host` is the share of the bytes
-    of trained chunks that is updated on the host. `fill` False leaves the device budget beyond
+    of trained chunks that is updated on the host. The nearer tiers get the parts away in the
+    order of `spill`. `fill` False leaves the device budget beyond
     the least memory unused.
     """
 
@@ -74,6 +78,7 @@ class Choice:
     first: tuple[Item, ...] = ()
     never: frozenset[Item] = frozenset()
     on_host: float = 0.0
+    spill: str = SPILLS[0]
     fill: bool = True
 
 
@@ -234,20 +239,33 @@ class Drafter:
                 return
 
     def _serve_tiers(self, choice: Choice, parts: Parts) -> bool:
-        """Bring parts home until host and disk hold the rest; whether they can."""
-        room = sum(self.limits.of(tier) for tier in self._tiers)
-        packed = self._tally.packed
-        if int(packed[parts.away].sum()) <= room and self._assign(parts) is not None:
+        """Bring parts home until host and disk hold the rest, as few as that takes; whether they
+        can."""
+        if self._assign(parts, choice.spill) is not None:
             return True
-        total = int(packed[parts.away].sum())
-        for chunk, part in self._ordered(choice, parts):
-            if total <= room and self._assign(parts) is not None:
-                return True
-            if not self._bound_away[chunk, COLUMN[part]]:
-                parts.put((chunk, part), False)
-                parts.hosted[chunk] = False
-                total -= int(packed[chunk, COLUMN[part]])
-        return self._assign(parts) is not None
+        ordered = [
+            (chunk, COLUMN[part])
+            for chunk, part in self._ordered(choice, parts)
+            if not self._bound_away[chunk, COLUMN[part]]
+        ]
+
+        def without(count: int) -> Parts:
+            fewer = Parts(away=parts.away.copy(), hosted=parts.hosted.copy())
+            for chunk, column in ordered[:count]:
+                fewer.away[chunk, column] = False
+                fewer.hosted[chunk] = False
+            return fewer
+
+        low, high = 0, len(ordered)  # too few, perhaps enough
+        if self._assign(without(high), choice.spill) is None:
+            return False
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = self._assign(without(middle), choice.spill) is not None
+            low, high = (low, middle) if fits else (middle, high)
+        enough = without(high)
+        parts.away, parts.hosted = enough.away, enough.hosted
+        return True
 
     def _come_home(self, parts: Parts, part: Part, chunks: Mask) -> None:
         """Bring a part of these chunks home, but for what is pinned elsewhere."""
@@ -316,7 +334,7 @@ class Drafter:
     def _tiers(self) -> tuple[Tier, ...]:
         return away_tiers(self.machine, self.limits)
 
-    def _assign(self, parts: Parts) -> tuple[dict[Item, Tier], int] | None:
+    def _assign(self, parts: Parts, spill: str) -> tuple[dict[Item, Tier], int] | None:
         """A tier for every part away, and the staging bytes. None if they do not fit."""
         room = {tier: self.limits.of(tier) for tier in self._tiers}
         total = int(self._tally.packed[parts.away].sum())
@@ -333,7 +351,7 @@ class Drafter:
         if len(room) == 1 and not len(pinned):
             (only,) = room
             return (dict.fromkeys(parts.items(), only), 0) if total <= room[only] else None
-        rank = {part: i for i, part in enumerate((Part.PARAMETERS, Part.STATES, Part.GRADIENTS))}
+        rank = {part: spill.index(LETTERS[part]) for part in Part}
         for item in sorted(
             parts.items(),
             key=lambda i: (i[0] not in hosted, not bound[i[0], COLUMN[i[1]]], rank[i[1]], i[0]),
@@ -357,7 +375,7 @@ class Drafter:
 
     def _layout(self, choice: Choice, parts: Parts) -> Layout | None:
         """The layout of these homes, its gather area as large as the arena allows."""
-        assigned = self._assign(parts)
+        assigned = self._assign(parts, choice.spill)
         if assigned is None:
             return None
         tiers, staging = assigned

@@ -16,7 +16,7 @@ that the ranks of a host share counts for the rank that it is the share of.
 """
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -45,6 +45,14 @@ class ChunkBytes:
 
     chunk: Chunk
     optimizer: OptimizerFacts
+    twin: "ChunkBytes | None" = None  # a chunk of the same shape, whose sums are this one's
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the bytes of its units follow from."""
+        chunk = self.chunk
+        pieces = tuple((piece.offset, piece.span) for piece in chunk.slices)
+        return (chunk.dtype, chunk.numel, chunk.shards, chunk.trainable, pieces)
 
     @cached_property
     def elements(self) -> int:
@@ -115,11 +123,11 @@ class ChunkBytes:
 
     @cached_property
     def _largest(self) -> dict[int, int]:
-        return {}
+        return {} if self.twin is None else self.twin._largest
 
     @cached_property
     def _units(self) -> dict[int, tuple[tuple[int, int], ...]]:
-        return {}
+        return {} if self.twin is None else self.twin._units
 
     def of(self, numel: int) -> dict[Part, int]:
         """The parts of `numel` consecutive elements, packed. Do not change the answer."""
@@ -139,7 +147,7 @@ class ChunkBytes:
 
     @cached_property
     def _known(self) -> dict[int, dict[Part, int]]:
-        return {}
+        return {} if self.twin is None else self.twin._known
 
 
 def home(homes: Homes, part: Part) -> Tier:
@@ -168,7 +176,13 @@ class Footprint:
 
     @cached_property
     def sizes(self) -> tuple[ChunkBytes, ...]:
-        return tuple(ChunkBytes(chunk=c, optimizer=self.optimizer.of(c.dtype)) for c in self.chunks)
+        first: dict[tuple[object, ...], ChunkBytes] = {}
+        found = []
+        for chunk in self.chunks:
+            size = ChunkBytes(chunk=chunk, optimizer=self.optimizer.of(chunk.dtype))
+            twin = first.setdefault(size.shape, size)
+            found.append(size if twin is size else replace(size, twin=twin))
+        return tuple(found)
 
     @cached_property
     def reduces(self) -> dict[int, int]:

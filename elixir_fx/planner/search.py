@@ -14,6 +14,7 @@ Last stage of the planner, and its main door: `search`, `schedule`, `smallest`.
 
 If everything fits on the device, that is the plan: nothing beats it. Otherwise
 
+    `_thrifty`  tries the arena of the least memory
     `_guided`   tries what the relaxation's optimum would have at home and on the host, as nearly
                 as whole chunks can, with every chunk size
     `_survey`   tries every chunk size with every arena size
@@ -40,10 +41,11 @@ from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
-from elixir_fx.planner.draft import OUTSIZED, Choice, Draft
+from elixir_fx.planner.draft import OUTSIZED, SPILLS, Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
 from elixir_fx.planner.order import ORDERS, Item
+from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.place import (
     Stay,
     core_bytes,
@@ -179,7 +181,14 @@ class _Search:
     def best(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
-        for stage in (self._guided, self._survey, self._vary_best, self._relieve, self._polish):
+        for stage in (
+            self._thrifty,
+            self._guided,
+            self._survey,
+            self._vary_best,
+            self._relieve,
+            self._polish,
+        ):
             if self._done:
                 break
             stage()
@@ -210,6 +219,28 @@ class _Search:
             return (0.0,)
         return tuple(sorted({0.0, round(self._relaxed.on_host, 3), 1.0}))
 
+    def _thrifty(self) -> None:
+        """The least memory's own arena, and what is left for the rest: where there is little
+        room, all there is to choose is where what is away lives and is updated. It counts for
+        no effort, so that this is always asked."""
+        if not self.played:
+            return
+        effort = self.effort
+        least = self.played[0].draft
+        arena = max(least.layout.arena_bytes + least.layout.shared_bytes, 1)
+        spills = SPILLS if self._spills else SPILLS[:1]
+        for share, spill, ring in product(self._shares, spills, RINGS):
+            self._try(
+                replace(
+                    least.choice,
+                    arena_bytes=arena,
+                    on_host=share,
+                    spill=spill,
+                    ring=ring,
+                    fill=True,
+                )
+            )
+
     def _guided(self) -> None:
         """What the relaxation keeps at home, and how much of it is updated on the host."""
         relaxed = self._relaxed
@@ -220,12 +251,18 @@ class _Search:
         )
         for size in reversed(self._sizes):  # the coarsest first: it takes the least effort
             near = nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS)
-            largest = max(c.nbytes for c in self.space.players[size].footprint.chunks)
+            chunks = self.space.players[size].footprint.chunks
+            largest = max(chunk.nbytes for chunk in chunks)
+            block = max(self.space.group.gradient_block_bytes(chunk) for chunk in chunks)
+            block = largest if self.space.group.ranks == 1 else block
             ways = [(arena, 2) for arena in (relaxed.arena_bytes, *near)]
             # Room to gather the largest chunk and to pass its gradient on.
-            ways += [(2 * largest + 2 * size, 1), (2 * largest + 6 * size, 1)]
-            ways += [(3 * largest + 2 * size, 2)]
-            for (arena, blocks), order, first in product(ways, GUIDED_ORDERS, self._outsized(size)):
+            ways += [(block + largest + 2 * size, 1), (block + largest + 6 * size, 1)]
+            ways += [(2 * block + largest + 2 * size, 2)]
+            firsts, spills = self._outsized(size), SPILLS if self._spills else SPILLS[:1]
+            for (arena, blocks), order, first, spill in product(
+                ways, GUIDED_ORDERS, firsts, spills
+            ):
                 self._try(
                     Choice(
                         chunk_bytes=size,
@@ -235,8 +272,14 @@ class _Search:
                         order=order,
                         first=first,
                         on_host=relaxed.on_host,
+                        spill=spill,
                     )
                 )
+
+    @property
+    def _spills(self) -> bool:
+        """Whether there is a farther tier than the nearest."""
+        return len(away_tiers(self.space.machine, self.space.limits)) > 1
 
     def _outsized(self, chunk_bytes: int) -> list[tuple[Item, ...]]:
         """Parts to bring home first, in several ways: of chunks that are larger than they should
@@ -309,6 +352,8 @@ class _Search:
                 yield replace(choice, quotas=quotas, fill=True)
         if choice.quotas:
             yield replace(choice, quotas=(), fill=True)
+        for spill in SPILLS:
+            yield replace(choice, spill=spill, fill=True)
         for first in self._outsized(choice.chunk_bytes):
             yield replace(choice, first=first, fill=True)
         if len(self._shares) > 1:

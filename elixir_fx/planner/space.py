@@ -127,7 +127,7 @@ class Space:
             needed = (self.group.gradient_block_bytes(chunk) for chunk in footprint.chunks)
             blocks = 2 * max(needed, default=0)
             gathered = sum(align(chunk.nbytes) for chunk in footprint.chunks)
-            big.append(blocks + gathered)
+            big += [blocks + gathered, blocks + 2 * chunk_bytes, blocks // 2 + 2 * chunk_bytes]
             total = max(total, blocks + gathered)
         return spread_arenas(base, big, total)
 
