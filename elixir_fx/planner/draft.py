@@ -221,6 +221,8 @@ class Drafter:
         for part in (Part.STATES, Part.PARAMETERS, Part.GRADIENTS):
             in_ring = choice.ring * (tally.widest * parts.streams).sum(axis=1)
             self._come_home(parts, part, in_ring > arena)
+        if self._many and not self.footprint.group.shared:
+            return  # what is at home is gathered as well
         while True:
             block = self._gradient_block(parts)
             gathered = self._uses(parts)

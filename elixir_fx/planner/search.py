@@ -28,7 +28,7 @@ update alone cannot beat the best so far (`_hopeless`). All are bounded by count
 clock and no chance in it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -60,12 +60,11 @@ from elixir_fx.planner.relaxation import Relaxed, relax
 from elixir_fx.planner.space import Space, make_schedule, nearest
 from elixir_fx.units import round_up, sizes
 
-FINALISTS = 3  # choices of the survey that are varied
+FINALISTS = 2  # choices, the best so far, that are varied
 ROUNDS = 3  # of changes, while they help
 RELIEVED = 10  # chunks brought home because the step waits for them
 MANY_CHUNKS = 160  # of a packing that is not tried if a coarser one is at hand
 GUIDED_ARENAS = 2  # arena sizes near the relaxation's
-GUIDED_ORDERS = ("PSFG", "PGSF")
 NEIGHBOURHOODS = 12  # of homes that are tried, each around the best of the one before
 NEARBY = 160  # homes of one neighbourhood that are made the best of,
 EVERYWHERE = 240  # and of all homes
@@ -181,18 +180,23 @@ class _Search:
     def best(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
-        for stage in (
-            self._thrifty,
-            self._guided,
-            self._survey,
-            self._vary_best,
-            self._relieve,
-            self._polish,
-        ):
+        for stage in self._stages():
             if self._done:
                 break
             stage()
         return self.played[0].draft
+
+    def _stages(self) -> tuple[Callable[[], None], ...]:
+        return (
+            self._thrifty,
+            self._guided,
+            self._vary_best,
+            self._relieve,
+            self._survey,
+            self._vary_best,
+            self._relieve,
+            self._polish,
+        )
 
     @property
     def _done(self) -> bool:
@@ -240,6 +244,7 @@ class _Search:
                     fill=True,
                 )
             )
+        self.effort = effort
 
     def _guided(self) -> None:
         """What the relaxation keeps at home, and how much of it is updated on the host."""
@@ -260,26 +265,27 @@ class _Search:
             ways += [(block + largest + 2 * size, 1), (block + largest + 6 * size, 1)]
             ways += [(2 * block + largest + 2 * size, 2)]
             firsts, spills = self._outsized(size), SPILLS if self._spills else SPILLS[:1]
-            for (arena, blocks), order, first, spill in product(
-                ways, GUIDED_ORDERS, firsts, spills
-            ):
+            for (arena, blocks), first, spill in product(ways, firsts, spills):
                 self._try(
                     Choice(
                         chunk_bytes=size,
                         arena_bytes=arena,
                         gradient_blocks=blocks,
                         quotas=quotas,
-                        order=order,
                         first=first,
                         on_host=relaxed.on_host,
                         spill=spill,
                     )
                 )
 
-    @property
+    @cached_property
     def _spills(self) -> bool:
-        """Whether there is a farther tier than the nearest."""
-        return len(away_tiers(self.space.machine, self.space.limits)) > 1
+        """Whether the nearest tier may not hold all that is away."""
+        space = self.space
+        tiers = away_tiers(space.machine, space.limits)
+        footprint = space.players[space.chunk_sizes[-1]].footprint
+        total = sum(sum(size.packed.values()) for size in footprint.sizes)
+        return len(tiers) > 1 and total > space.limits.of(tiers[0])
 
     def _outsized(self, chunk_bytes: int) -> list[tuple[Item, ...]]:
         """Parts to bring home first, in several ways: of chunks that are larger than they should
