@@ -10,27 +10,34 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
     x[g,k]  parameters of the group that are gathered at cut k, in the arena
     r[g,k]  read from the far tier in segment k,   u[g,k]  received from other ranks
     w[g,k]  gradients written to the far tier,     q[k]    sent to other ranks
+    d[g,k]  gradients complete at cut k that wait for the rest of their chunk, whole on each
+            rank, among the activations
     h[g]    the part of the group that is updated on the host
+    FP[g], FG[g], FS[g]   of N ranks: what each has whole, at home on its device
     t[k]    seconds of segment k; t[K] of the update
 
     minimise  sum t[k]   subject to
 
-    memory   sum_g P + G + S + A <= device - buffers - activations at their peak  `_memory`
+    memory   home = sum_g P + G + S + FP + FG + FS + A                            `_memory`
+             home <= device - buffers - activations at their peak
+             home + sum_g d[g,k] <= device - buffers - activations at cut k
              sum_g x[g,k] + gradients on their way at cut k <= A
-    use      r >= (read in k - x[g,k]) / N - P[g]                                 `_reads`
-             u >= (read in k - x[g,k]) (N - 1) / N
+    use      r >= (read in k - x[g,k] - FP[g]) / N - P[g]                         `_reads`
+             u >= (read in k - x[g,k] - FP[g]) (N - 1) / N
              the same for what x gains from cut to cut
-    results  gradients complete by cut k <= G[g] + written before + on their way  `_gradients`
+    results  (complete by cut k - d[g,k] - FG[g]) / N                             `_gradients`
+                 <= G[g] + written before + on their way
              those of an accumulation are read again where they are not at home
     update   what runs on the device is read there, and written, but for P, G, S  `_update`
              what runs on the host has no home on the device
     time     t[k] >= compute + share of it lost while links stream                `_time`
              t[k] >= bytes / rate of each link alone, and of both directions at once
 
-Cuts stand where activations are largest nearby. Each constraint holds for every plan, so the
-optimum is a lower bound: the programme may split bytes that a plan cannot and forgets what
-happens between two cuts. With micro-batches the last one and the update are one programme,
-those before are each at least the same programme without the update.
+Cut k is the moment after the node before it; what happens between two nodes belongs to the later
+segment. Cuts stand where activations are largest nearby. Each constraint holds for every plan,
+so the optimum is a lower bound: the programme may split bytes that a plan cannot and forgets
+what happens between two cuts. With micro-batches each is a programme of its own: the first has
+nothing to add to and an empty arena, the last has the update behind it.
 
 The solver is scipy's HiGHS. Where it finds no optimum the bound is 0, which claims nothing.
 """
@@ -48,6 +55,7 @@ from scipy.sparse import csr_array
 from elixir_fx.facts import Facts, Parameter, Role
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
+from elixir_fx.planner.wires import SLOWEST
 
 GROUPS = 10  # of parameters
 SEGMENTS = 18  # of forward and backward together
@@ -67,6 +75,7 @@ class _Bytes:
     traffic: float
     reads: tuple[float, ...]  # by segment
     complete: tuple[float, ...]  # gradients complete at each cut
+    waiting: float  # bytes of storage for each byte of gradients, or less
 
 
 @dataclass
@@ -142,11 +151,15 @@ def relax(
     task = _Task(facts=facts, machine=machine, limits=limits, group=group)
     if not task.groups or task.far is None:
         return NOTHING
-    last = _Programme(task, accumulates=micro_batches > 1, updates=facts.trains).optimum()
-    if micro_batches == 1 or not facts.trains:
+    many = facts.trains and micro_batches > 1
+    last = _Programme(task, accumulates=many, updates=facts.trains).optimum()
+    if not many:
         return last
-    before = _Programme(task, accumulates=True, updates=False).optimum()
-    return replace(last, step_s=last.step_s + (micro_batches - 1) * before.step_s)
+    step_s = last.step_s + _Programme(task, accumulates=False, updates=False).optimum().step_s
+    if micro_batches > 2:
+        between = _Programme(task, accumulates=True, updates=False).optimum()
+        step_s += (micro_batches - 2) * between.step_s
+    return replace(last, step_s=step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,20 +193,39 @@ class _Task:
     def live(self) -> NDArray[np.int64]:
         """Bytes of activations, temporaries and gradients by position, in any plan: a gradient
         is there at least until it is complete."""
-        complete = {
-            p.gradient_storage: p.gradient for p in self.facts.parameters if p.gradient is not None
-        }
+        return self._lives(0)
+
+    @cached_property
+    def live_between(self) -> NDArray[np.int64]:
+        """The same before each position and at the end, without the gradients that are complete
+        by then."""
+        return np.concatenate((np.zeros(1, dtype=np.int64), self._lives(1)))
+
+    def _lives(self, early: int) -> NDArray[np.int64]:
+        """Live bytes by position; a gradient goes `early` positions before it is complete."""
+        complete: dict[str, int] = {}
+        for p in self.facts.parameters:
+            if p.gradient is not None:
+                soonest = min(p.gradient, complete.get(p.gradient_storage, p.gradient))
+                complete[p.gradient_storage] = soonest
         end = len(self.facts.nodes) - 1
         change = np.zeros(len(self.facts.nodes) + 1, dtype=np.int64)
         for storage in self.facts.storages:
             if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
                 dies = min(storage.dies, end)
                 if storage.role is Role.GRADIENT:
-                    dies = max(storage.born, min(dies, complete.get(storage.name, storage.born)))
+                    known = complete.get(storage.name, storage.born)
+                    dies = max(storage.born, min(dies, known)) - early
                 change[storage.born] += storage.nbytes
                 change[dies + 1] -= storage.nbytes
         lives: NDArray[np.int64] = np.cumsum(change[:-1])
         return lives
+
+    @property
+    def waits_last(self) -> bool:
+        """Whether a gradient is complete so late that no reduce follows within the graph."""
+        last = len(self.facts.nodes) - 1
+        return any(p.gradient == last for p in self.facts.parameters)
 
     @cached_property
     def starts(self) -> NDArray[np.float64]:
@@ -253,7 +285,18 @@ class _Task:
                 sum(p.nbytes for p in updated if p.gradient is not None and p.gradient < cut) / unit
                 for cut in self.cuts
             ),
+            waiting=min((self._waiting[p.gradient_storage] for p in updated), default=0.0),
         )
+
+    @cached_property
+    def _waiting(self) -> dict[str, float]:
+        """For each gradient's storage its bytes by those of the gradients in it, 1 at most."""
+        there = {s.name: s.nbytes for s in self.facts.storages if s.role is Role.GRADIENT}
+        holds: dict[str, int] = {}
+        for p in self.facts.parameters:
+            if p.gradient is not None:
+                holds[p.gradient_storage] = holds.get(p.gradient_storage, 0) + p.nbytes
+        return {name: min(1.0, there.get(name, 0) / max(1, n)) for name, n in holds.items()}
 
     def link(self, source: Tier, target: Tier) -> Link | None:
         """A link with its rates in units."""
@@ -281,12 +324,23 @@ class _Programme:
         self.parameters = [rows.variable(most=g.parameters / n) for g in groups]
         self.at_home = [rows.variable(most=g.gradients / n) for g in groups]  # gradients
         self.states = [rows.variable(most=g.states / n) for g in groups]
+        replicas = 1.0 if n > 1 else 0.0
+        self.whole_parameters = [rows.variable(most=replicas * g.parameters) for g in groups]
+        self.whole_gradients = [rows.variable(most=replicas * g.gradients) for g in groups]
+        self.whole_states = [rows.variable(most=replicas * g.states) for g in groups]
         self.x = [rows.variables(cuts, most=g.parameters) for g in groups]
         self.r = [rows.variables(self.segments) for _ in groups]
         self.u = [rows.variables(self.segments) for _ in groups]
         self.w = [rows.variables(self.segments) for _ in groups]
         self.old = [rows.variables(self.segments) for _ in groups]  # gradients read again
         self.flying = [rows.variables(cuts) for _ in groups]  # gradients on their way
+        self.waiting = [
+            [
+                *rows.variables(cuts - 1, most=g.gradients),
+                rows.variable(most=task.waits_last * g.gradients),
+            ]
+            for g in groups
+        ]
         self.q = rows.variables(self.segments)
         self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
         able = task.machine.updates_on_host and updates
@@ -325,10 +379,19 @@ class _Programme:
 
     def _memory(self, accumulates: bool) -> None:
         task = self.task
-        device = task.limits.device - task.facts.buffer_bytes - int(task.live.max(initial=0))
-        fixed = (*self.parameters, *self.at_home, *self.states, self.arena)
-        self.rows.at_most([(1.0, part) for part in fixed], max(0, device) / task.unit_bytes)
-        for k in range(len(task.cuts)):
+        device = task.limits.device - task.facts.buffer_bytes
+        whole = (*self.whole_parameters, *self.whole_gradients, *self.whole_states)
+        home = (*self.parameters, *self.at_home, *self.states, *whole, self.arena)
+        fixed = [(1.0, part) for part in home]
+        room = max(0, device - int(task.live.max(initial=0)))
+        self.rows.at_most(fixed, room / task.unit_bytes)
+        for k, cut in enumerate(task.cuts):
+            room = max(0, device - int(task.live_between[cut]))
+            waiting = [
+                (group.waiting, waits[k])
+                for group, waits in zip(task.groups, self.waiting, strict=True)
+            ]
+            self.rows.at_most([*fixed, *waiting], room / task.unit_bytes)
             terms = [(1.0, x[k]) for x in self.x] + [(1.0, flying[k]) for flying in self.flying]
             self.rows.at_most([*terms, (-1.0, self.arena)], 0.0)
         if not accumulates:  # the update has had the arena
@@ -339,10 +402,14 @@ class _Programme:
         n, shared = self.task.group.ranks, self.task.group.shared
         for g, group in enumerate(self.task.groups):
             home = (1.0, self.parameters[g])
+            whole = (1.0, self.whole_parameters[g])
             for k in range(self.segments):
                 before = (1.0, self.x[g][k])
                 gained = (-1.0, self.x[g][k + 1])
-                for needed, terms in ((group.reads[k], [before]), (0.0, [before, gained])):
+                for needed, terms in (
+                    (group.reads[k], [before, whole]),
+                    (0.0, [before, gained]),
+                ):
                     own = _scaled(terms, 1 / n)
                     self.rows.at_least([(1.0, self.r[g][k]), *own, home], needed / n)
                     others = _scaled(terms, (n - 1) / n)
@@ -355,12 +422,17 @@ class _Programme:
         n = self.task.group.ranks
         for g, group in enumerate(self.task.groups):
             for k in range(self.segments):
-                kept = [(1.0, w) for w in self.w[g][: k + 1]]
-                kept += [(1.0, self.at_home[g]), (1.0, self.flying[g][k + 1])]
-                self.rows.at_least(kept, group.complete[k + 1] / n)
+                done = group.complete[k + 1] / n
+                there = [
+                    (1.0, self.at_home[g]),
+                    (1 / n, self.whole_gradients[g]),
+                    (1 / n, self.waiting[g][k + 1]),
+                ]
+                written = [(1.0, w) for w in self.w[g][: k + 1]]
+                self.rows.at_least([*there, *written, (1.0, self.flying[g][k + 1])], done)
                 if accumulates:
-                    added = (group.complete[k + 1] - group.complete[k]) / n
-                    self.rows.at_least([(1.0, self.old[g][k]), (1.0, self.at_home[g])], added)
+                    old = [(1.0, one) for one in self.old[g][: k + 1]]
+                    self.rows.at_least([*there, *old], done)
 
     def _sends(self) -> None:
         """Gradients go to the ranks that keep them, after they are complete."""
@@ -396,8 +468,10 @@ class _Programme:
         assert far is not None
         into, back = self.task.link(far, Tier.DEVICE), self.task.link(Tier.DEVICE, far)
         assert into is not None and back is not None
-        slowed = _scaled(reads, into.compute_share / into.bytes_per_s)
-        slowed += _scaled(writes, back.compute_share / back.bytes_per_s)
+        most = 1.0 - SLOWEST  # of the device's speed, lost to both together
+        counted = min(1.0, most / max(most, into.compute_share + back.compute_share))
+        slowed = _scaled(reads, counted * into.compute_share / into.bytes_per_s)
+        slowed += _scaled(writes, counted * back.compute_share / back.bytes_per_s)
         constant = sum(value for value, of in compute if of is None)
         slowed += [(value, of) for value, of in compute if of is not None]
         self.rows.at_least([(1.0, seconds), *_scaled(slowed, -1.0)], constant)
@@ -459,8 +533,9 @@ class _Programme:
             changed = (group.updated + group.states) / n
             everything = changed + group.gradients / n
             homes = [(1.0, self.parameters[g]), (1.0, self.states[g])]
+            homes += [(1 / n, self.whole_gradients[g]), (1 / n, self.whole_states[g])]
             rows.at_least([(1.0, write), (changed, part), *homes], changed)
-            homes.append((1.0, self.at_home[g]))
+            homes += [(1.0, self.at_home[g]), (1 / n, self.whole_gradients[g])]
             rows.at_least([(1.0, read), (everything, part), *homes], everything)
             for most, home in (
                 (group.parameters, self.parameters[g]),
