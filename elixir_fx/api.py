@@ -118,6 +118,7 @@ def plan(
     one of so many, each with a machine and budgets like these and links to the others, or on one
     host if the machine computes on its CPU; give a `machine` whose links to peers were measured
     for a forecast in seconds that means something.
+    `plan(...).explain()` says why, and what more or less memory would change.
     Raises as `compile()` does.
     """
     check_model(model)
@@ -127,7 +128,7 @@ def plan(
     found = session.plan_only(args, kwargs)
     if found is None:
         raise ElixirError(f"{type(model).__name__} does no tensor operation on these inputs")
-    return found
+    return session.lowering.explained(found)
 
 
 def smallest_memory(

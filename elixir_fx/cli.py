@@ -2,7 +2,7 @@
 
     elixir-fx machine --disk /nvme                this machine, measured
     elixir-fx machine h100-sxm                    one of the catalogue, with its sources
-    elixir-fx plan train.py:build --machine h100-sxm --ranks 16 --memory 60GiB
+    elixir-fx plan train.py:build --machine h100-sxm --ranks 16 --memory 60GiB --explain
 
 What was asked for goes to standard output. Exit codes: 0 done; 1 refused, such as a budget that no
 plan meets, with one line on standard error; 2 a command that makes no sense.
@@ -79,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     planned.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON")
     planned.add_argument("--json", action="store_true", help="print it as JSON")
+    planned.add_argument(
+        "--explain",
+        action="store_true",
+        help="print what the device's memory buys, and what more or less would change",
+    )
     planned.set_defaults(run=_plan, parser=planned)
     return parser
 
@@ -125,7 +130,9 @@ def _plan(arguments: argparse.Namespace) -> str:
     )
     if arguments.save is not None:
         made.save(arguments.save)
-    return f"{made.to_json()}\n" if arguments.json else plan_text(made)
+    if arguments.json:
+        return f"{made.to_json()}\n"
+    return f"{plan_text(made)}\n{made.explain()}" if arguments.explain else plan_text(made)
 
 
 def _real(value: Any) -> Any:

@@ -22,7 +22,7 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner import Formulas, Values, at, check_plan, demand, schedule, search
+from elixir_fx.planner import Formulas, Values, at, check_plan, demand, explained, schedule, search
 from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
@@ -225,6 +225,14 @@ class Lowering:
             return self.make_plan(step.facts(), self.machine, limits, pins)
         batches = self.options.micro_batches
         return search(step.facts(), self.machine, limits, pins, self.group, batches)
+
+    def explained(self, plan: Plan) -> Plan:
+        """The plan with what its memory buys, if its first graph is one of those captured here."""
+        captured = self.captured.get(plan.schedules[0].key)
+        if captured is None:
+            return plan
+        batches = self.options.micro_batches
+        return explained(captured.facts, self.machine, self.limits, {}, self.group, batches, plan)
 
     def measured(self, step: StepGraph) -> Mapping[str, float]:
         """Seconds of the step's operators, from the user's cache or measured now; none of a

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 
 from elixir_fx.demand import Demand
 from elixir_fx.errors import PlanError
+from elixir_fx.explained import explained_text
 from elixir_fx.machine import Tier
 
 T = TypeVar("T")
 
-VERSION = 4
+VERSION = 5
 ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
 
 
@@ -326,15 +327,40 @@ class Schedule:
     demand: Demand | None = None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worth:
+    """What some of the device's bytes are for, at the step's peak. `lost_s` are the seconds that a
+    step would take longer without them, as far as the planner found; None where it has no other
+    way."""
+
+    purpose: str
+    nbytes: int
+    lost_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """The step of the plan under another device budget; None where there is no plan."""
+
+    limit_bytes: int
+    step_s: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One layout and the schedules made for it so far."""
+    """One layout and the schedules made for it so far.
+
+    `worth` and `what_if` say why, where somebody asked (`elixir_fx.plan` does). They are no part
+    of what is decided: plans that differ in them alone are equal.
+    """
 
     machine: str
     limits: Limits
     layout: Layout
     schedules: tuple[Schedule, ...]
     notes: tuple[str, ...] = field(default=())
+    worth: tuple[Worth, ...] = field(default=(), compare=False)
+    what_if: tuple[WhatIf, ...] = field(default=(), compare=False)
 
     @property
     def forecast(self) -> Forecast:
@@ -371,6 +397,14 @@ class Plan:
         fixed = {**self.sizes, **others}
         del fixed[name]
         return sized.demand.largest(name, fixed, self.limits.device)
+
+    def explain(self) -> str:
+        """Why, for people: what the device's memory is for and what it buys, what more and less
+        of it would change, what the step waits for, how near it is to the best possible.
+
+        Of a plan that `elixir_fx.plan` made. Any other says what it knows, without the seconds.
+        """
+        return explained_text(self)
 
     def with_schedule(self, schedule: Schedule, keep: int = 8) -> "Plan":
         """This plan with one more schedule; the first stays, the oldest of the rest goes."""
@@ -414,6 +448,8 @@ class Plan:
                 layout=_layout(data["layout"]),
                 schedules=tuple(_schedule(entry) for entry in data["schedules"]),
                 notes=tuple(data["notes"]),
+                worth=tuple(Worth(**entry) for entry in data["worth"]),
+                what_if=tuple(WhatIf(**entry) for entry in data["what_if"]),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"malformed plan: {error!r}") from error

@@ -4,9 +4,13 @@ Sizes and rates are drawn so that neither computation nor moves are negligible: 
 would take to move everything is between a third of its computation and ten times that. Parameters
 are read once or twice, some are tied or frozen; a budget lies between about the least that can
 do and what keeping everything takes, so there may be no plan at all.
+
+`crowded` problems are what a bound may forget: layers of many parameters, some without a
+dimension, whose gradients wait for each other; a numeric format of fewer bytes; optimizers that
+need parameters whole; links that slow the computation down.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from graphs_facts import ADAMW, SGD, Builder
@@ -44,6 +48,57 @@ def instance(seed: int) -> Instance:
         machine=machine,
         limits=_limits(random, facts, machine, kind),
     )
+
+
+def crowded(seed: int) -> Instance:
+    """The crowded problem of a number."""
+    random = Random(1_000_003 * seed)
+    kind = random.choice(("cpu with disk", "host", "host, updates there too", "host and disk"))
+    machine = _machine(random, kind)
+    slowed = random.choice((0.0, 0.3, 0.7))
+    links = tuple(replace(link, compute_share=slowed) for link in machine.links)
+    facts = _layers(random, random.randint(2, 4), f"crowded-{seed}")
+    return Instance(
+        title=f"crowded {seed}: {len(facts.parameters)} parameters, {kind}",
+        facts=facts,
+        machine=replace(machine, links=links),
+        limits=_limits(random, facts, machine, kind),
+    )
+
+
+def _layers(random: Random, count: int, key: str) -> Facts:
+    optimizer = random.choice((ADAMW, SGD, replace(ADAMW, elementwise=False)))
+    b = Builder(optimizer=optimizer)
+    dtype = random.choice(("float32", "float32", "bfloat16"))
+    numel = int(random.uniform(0.05, 1) * MIB)
+    layers: list[list[str]] = []
+    for i in range(count):
+        shapes = [(numel,), (random.randint(1, 5000),), (numel // 3,)] * random.randint(1, 2)
+        shapes += [()] if random.random() < 0.3 else []
+        layers.append(
+            [b.parameter(f"layer.{i}.{j}", *shape, dtype=dtype) for j, shape in enumerate(shapes)]
+        )
+    spend_s = 10 ** random.uniform(-5, -2.5)
+
+    def seconds() -> float:
+        return spend_s * random.choice((0.0, 1.0, 1.0, 3.0))
+
+    def nbytes() -> int:
+        return int(10 ** random.uniform(-2, 0.5) * MIB)
+
+    x = b.node("embed", nbytes=nbytes(), seconds=seconds())
+    inputs = []
+    for i, paths in enumerate(layers):
+        inputs.append(x)
+        for j, path in enumerate(paths):
+            x = b.node(f"f{i}_{j}", x, path, nbytes=nbytes(), seconds=seconds())
+    b.backward()
+    d = b.node("d_loss", x, nbytes=nbytes(), seconds=seconds())
+    for i, paths in reversed(list(enumerate(layers))):
+        for j, path in reversed(list(enumerate(paths))):
+            d = b.node(f"d{i}_{j}", d, inputs[i], path, nbytes=nbytes(), seconds=seconds())
+            b.node(f"g{i}_{j}", d, gradient_of=path, seconds=seconds())
+    return b.facts(key)
 
 
 def _machine(random: Random, kind: str) -> Machine:

@@ -17,7 +17,16 @@ PACKAGE = ROOT / "elixir_fx"
 FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"errors": ("errors",)},
     {
-        "data": ("units", "facts", "catalogue", "machine", "formula", "demand", "plan"),
+        "data": (
+            "units",
+            "facts",
+            "catalogue",
+            "machine",
+            "formula",
+            "demand",
+            "explained",
+            "plan",
+        ),
     },
     {
         "planner": ("planner",),

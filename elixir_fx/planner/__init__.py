@@ -15,9 +15,12 @@ check     a plan that somebody gave                 errors
 arranged  a whole plan from given decisions         plan
 baselines what others would decide                  plans
 elixir_rule  what the paper's rule would            plan
+relaxation what no plan can beat, by bytes and time seconds
+explanation  what a plan's memory buys              plan
 """
 
 from elixir_fx.planner.check import check_plan
+from elixir_fx.planner.explanation import explained
 from elixir_fx.planner.footprint import live_peak_bytes
 from elixir_fx.planner.search import schedule, search, smallest
 from elixir_fx.planner.shapes import Formulas, Values, at, demand
@@ -28,6 +31,7 @@ __all__ = [
     "at",
     "check_plan",
     "demand",
+    "explained",
     "live_peak_bytes",
     "schedule",
     "search",

@@ -262,8 +262,12 @@ class _Play:
         path: Route = ()
         sizes: list[int] = []
         if group.ranks > 1:  # those that share memory still wait for each other
+            others = 0 if group.shared else chunk.nbytes - chunk.nbytes // group.ranks
             path = ((Tier.DEVICE, Tier.PEERS),)
-            sizes.append(0 if group.shared else chunk.nbytes - chunk.nbytes // group.ranks)
+            sizes.append(others)
+            if not chunk.sharded and not group.shared:  # every rank gets the whole sum
+                path = (*path, (Tier.PEERS, Tier.DEVICE))
+                sizes.append(others)
         if tier != Tier.DEVICE:
             home_route = route(self.machine, Tier.DEVICE, tier)
             path = (*path, *home_route)

@@ -10,20 +10,25 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
     x[g,k]  parameters of the group that are gathered at cut k, in the arena
     r[g,k]  read from the far tier in segment k,   u[g,k]  received from other ranks
     w[g,k]  gradients written to the far tier,     q[k]    sent to other ranks
+    d[g,k]  gradients complete at cut k that wait for the rest of their chunk, whole on each
+            rank, among the activations
+    FP[g], FG[g], FS[g]   of N ranks: what each has whole, at home on its device
     h[g]    the part of the group that is updated on the host
     t[k]    seconds of segment k; t[K] of the update
 
     minimise  sum t[k]   subject to
 
-    memory   sum_g P + G + S + A <= device - buffers - activations at their peak  `_memory`
+    memory   home = sum_g P + G + S + FP + FG + FS + A                            `_memory`
+             home <= device - buffers - activations at their peak
+             home + sum_g d[g,k] <= device - buffers - activations at cut k
              sum_g x[g,k] <= A - B,  gradients on their way at cut k <= B, the blocks
              the largest parameter of g <= A - B + P[g], its gradient <= B + G[g], all of
              it <= A + P[g] + G[g] + S[g] unless the host updates it
-    use      r >= (read in k - z[g,k]) / N - P[g],  r >= gain of z / N            `_reads`
-             u >= (read in k - x[g,k]) (N - 1) / N, u >= gain of x (N - 1) / N
+    use      r >= (read in k - z[g,k] - FP) / N - P[g],  r >= gain of z / N       `_reads`
+             u >= (read in k - x[g,k] - FP) (N - 1) / N, u >= gain of x (N - 1) / N
              where z[g,k] >= x[g,k] - N P[g] is what of x no device is home to    `_from_far`
     results  written before <= gradients complete by cut k                        `_gradients`
-             <= G[g] + written before + on their way
+             <= G[g] + FG + d[g,k] + written before + on their way, each share
              those of an accumulation are read again where they are not at home
     disk     what the host cannot hold is read for the update, and written once     `_disk`
     update   what runs on the device is read there, and written, but for P, G, S  `_update`
@@ -32,10 +37,11 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
              compute has the copies of gradients that go away                     `_copies`
              t[k] >= bytes / rate of each link alone, and of both directions at once
 
-Cuts stand where activations are largest nearby. Each constraint holds for every plan, so the
-optimum is a lower bound: the programme may split bytes that a plan cannot and forgets what
-happens between two cuts. With micro-batches the last one and the update are one programme,
-those before are each at least the same programme without the update.
+Cut k is the moment after the node before it; what happens between two nodes belongs to the later
+segment. Cuts stand where activations are largest nearby. Each constraint holds for every plan,
+so the optimum is a lower bound: the programme may split bytes that a plan cannot and forgets
+what happens between two cuts. With micro-batches each is a programme of its own: the first has
+nothing to add to and an empty arena, the last has the update behind it.
 
 The solver is scipy's HiGHS. Where it finds no optimum the bound is 0, which claims nothing.
 """
@@ -54,6 +60,7 @@ from scipy.sparse import csr_array
 from elixir_fx.facts import Facts, Parameter, Role
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
+from elixir_fx.planner.wires import SLOWEST
 
 SEGMENTS = 18  # of forward and backward together
 UNITS = 1e3  # that all parameters together are, so that no coefficient is lost as too small
@@ -75,6 +82,8 @@ class _Bytes:
     largest: float  # parameter,
     largest_block: float  # that gradients of one pass through,
     largest_whole: float  # and updated one with its gradient and states
+    times_whole: float  # which is so many times the parameter itself
+    waiting: float  # bytes of storage for each byte of gradients, or less
 
 
 @dataclass
@@ -150,11 +159,15 @@ def relax(
     task = _Task(facts=facts, machine=machine, limits=limits, group=group)
     if not task.groups or task.far is None:
         return NOTHING
-    last = _Programme(task, accumulates=micro_batches > 1, updates=facts.trains).optimum()
-    if micro_batches == 1 or not facts.trains:
+    many = facts.trains and micro_batches > 1
+    last = _Programme(task, accumulates=many, updates=facts.trains).optimum()
+    if not many:
         return last
-    before = _Programme(task, accumulates=True, updates=False).optimum()
-    return replace(last, step_s=last.step_s + (micro_batches - 1) * before.step_s)
+    step_s = last.step_s + _Programme(task, accumulates=False, updates=False).optimum().step_s
+    if micro_batches > 2:
+        between = _Programme(task, accumulates=True, updates=False).optimum()
+        step_s += (micro_batches - 2) * between.step_s
+    return replace(last, step_s=step_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,20 +201,39 @@ class _Task:
     def live(self) -> NDArray[np.int64]:
         """Bytes of activations, temporaries and gradients by position, in any plan: a gradient
         is there at least until it is complete."""
-        complete = {
-            p.gradient_storage: p.gradient for p in self.facts.parameters if p.gradient is not None
-        }
+        return self._lives(0)
+
+    @cached_property
+    def live_between(self) -> NDArray[np.int64]:
+        """The same before each position and at the end, without the gradients that are complete
+        by then."""
+        return np.concatenate((np.zeros(1, dtype=np.int64), self._lives(1)))
+
+    def _lives(self, early: int) -> NDArray[np.int64]:
+        """Live bytes by position; a gradient goes `early` positions before it is complete."""
+        complete: dict[str, int] = {}
+        for p in self.facts.parameters:
+            if p.gradient is not None:
+                soonest = min(p.gradient, complete.get(p.gradient_storage, p.gradient))
+                complete[p.gradient_storage] = soonest
         end = len(self.facts.nodes) - 1
         change = np.zeros(len(self.facts.nodes) + 1, dtype=np.int64)
         for storage in self.facts.storages:
             if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
                 dies = min(storage.dies, end)
                 if storage.role is Role.GRADIENT:
-                    dies = max(storage.born, min(dies, complete.get(storage.name, storage.born)))
+                    known = complete.get(storage.name, storage.born)
+                    dies = max(storage.born, min(dies, known)) - early
                 change[storage.born] += storage.nbytes
                 change[dies + 1] -= storage.nbytes
         lives: NDArray[np.int64] = np.cumsum(change[:-1])
         return lives
+
+    @property
+    def waits_last(self) -> bool:
+        """Whether a gradient is complete so late that no reduce follows within the graph."""
+        last = len(self.facts.nodes) - 1
+        return any(p.gradient == last for p in self.facts.parameters)
 
     @cached_property
     def starts(self) -> NDArray[np.float64]:
@@ -247,6 +279,9 @@ class _Task:
         ]
         kept = [(p.span, optimizer.of(p.dtype)) for p in updated] if optimizer is not None else []
         spans = list(pairwise(self.cuts))
+        states = [p.span * (optimizer.of(p.dtype).state_bytes if optimizer else 0) for p in updated]
+        wholes = [2 * p.nbytes + kept for p, kept in zip(updated, states, strict=True)]
+        times = [whole / p.nbytes for p, whole in zip(updated, wholes, strict=True)]
         unit = self.unit_bytes
         return _Bytes(
             parameters=sum(p.nbytes for p in parameters) / unit,
@@ -265,23 +300,28 @@ class _Task:
             ),
             largest=max(p.nbytes for p in parameters) / unit,
             largest_block=max((self._block_bytes(p) for p in updated), default=0) / unit,
-            largest_whole=max(
-                (
-                    2 * p.nbytes + p.span * (optimizer.of(p.dtype).state_bytes if optimizer else 0)
-                    for p in updated
-                ),
-                default=0,
-            )
-            / unit,
+            largest_whole=max(wholes, default=0) / unit,
+            times_whole=max(times, default=0.0),
+            waiting=min((self._waiting[p.gradient_storage] for p in updated), default=0.0),
         )
 
+    @cached_property
+    def _waiting(self) -> dict[str, float]:
+        """For each gradient's storage its bytes by those of the gradients in it, 1 at most."""
+        there = {s.name: s.nbytes for s in self.facts.storages if s.role is Role.GRADIENT}
+        holds: dict[str, int] = {}
+        for p in self.facts.parameters:
+            if p.gradient is not None:
+                holds[p.gradient_storage] = holds.get(p.gradient_storage, 0) + p.nbytes
+        return {name: min(1.0, there.get(name, 0) / max(1, n)) for name, n in holds.items()}
+
     def _block_bytes(self, parameter: Parameter) -> int:
-        """Room that the gradient of a parameter takes while ranks sum it (`Group`)."""
+        """Room that the gradient of a parameter takes at least while ranks sum it, whether it is
+        cut between them or not (`Group.gradient_block_bytes`)."""
         n = self.group.ranks
         if n == 1:
             return parameter.nbytes
-        received = 0 if self.group.shared else parameter.nbytes
-        return parameter.nbytes + received + parameter.nbytes // n
+        return parameter.nbytes + (parameter.nbytes // n if self.group.shared else parameter.nbytes)
 
     def link(self, source: Tier, target: Tier) -> Link | None:
         """A link with its rates in units."""
@@ -309,12 +349,23 @@ class _Programme:
         self.parameters = [rows.variable(most=g.parameters / n) for g in groups]
         self.at_home = [rows.variable(most=g.gradients / n) for g in groups]  # gradients
         self.states = [rows.variable(most=g.states / n) for g in groups]
+        replicas = 1.0 if n > 1 else 0.0
+        self.whole_parameters = [rows.variable(most=replicas * g.parameters) for g in groups]
+        self.whole_gradients = [rows.variable(most=replicas * g.gradients) for g in groups]
+        self.whole_states = [rows.variable(most=replicas * g.states) for g in groups]
         self.x = [rows.variables(cuts, most=g.parameters) for g in groups]
         self.r = [rows.variables(self.segments) for _ in groups]
         self.u = [rows.variables(self.segments) for _ in groups]
         self.w = [rows.variables(self.segments) for _ in groups]
         self.old = [rows.variables(self.segments) for _ in groups]  # gradients read again
         self.flying = [rows.variables(cuts) for _ in groups]  # gradients on their way
+        self.waiting = [
+            [
+                *rows.variables(cuts - 1, most=g.gradients),
+                rows.variable(most=task.waits_last * g.gradients),
+            ]
+            for g in groups
+        ]
         self.q = rows.variables(self.segments)
         self.copies = rows.variables(self.segments)  # seconds
         self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
@@ -356,17 +407,27 @@ class _Programme:
 
     def _memory(self, accumulates: bool) -> None:
         task = self.task
-        device = task.limits.device - task.facts.buffer_bytes - int(task.live.max(initial=0))
-        fixed = (*self.parameters, *self.at_home, *self.states, self.arena)
-        self.rows.at_most([(1.0, part) for part in fixed], max(0, device) / task.unit_bytes)
-        for k in range(len(task.cuts)):
+        device = task.limits.device - task.facts.buffer_bytes
+        whole = (*self.whole_parameters, *self.whole_gradients, *self.whole_states)
+        at_home = (*self.parameters, *self.at_home, *self.states, *whole, self.arena)
+        fixed = [(1.0, part) for part in at_home]
+        room = max(0, device - int(task.live.max(initial=0)))
+        self.rows.at_most(fixed, room / task.unit_bytes)
+        for k, cut in enumerate(task.cuts):
+            room = max(0, device - int(task.live_between[cut]))
+            waiting = [
+                (group.waiting, waits[k])
+                for group, waits in zip(task.groups, self.waiting, strict=True)
+            ]
+            self.rows.at_most([*fixed, *waiting], room / task.unit_bytes)
             gathered = [(1.0, x[k]) for x in self.x]
             self.rows.at_most([*gathered, (1.0, self.blocks), (-1.0, self.arena)], 0.0)
             flying = [(1.0, flying[k]) for flying in self.flying]
             self.rows.at_most([*flying, (-1.0, self.blocks)], 0.0)
         n, apart = task.group.ranks, task.apart > 1
         for g, group in enumerate(task.groups):  # each lies in the arena whole, or at home
-            home = [] if apart else [(float(n), self.parameters[g])]
+            home = [(1.0, self.whole_parameters[g])]
+            home += [] if apart else [(float(n), self.parameters[g])]
             area = [(1.0, self.arena), (-1.0, self.blocks)]
             self.rows.at_least([*area, *home], group.largest)
             block = [(1.0, self.blocks)] if n > 1 else [(1.0, self.blocks), (1.0, self.at_home[g])]
@@ -380,16 +441,17 @@ class _Programme:
         rows = self.rows
         for g, group in enumerate(self.task.groups):
             home = (float(n), self.parameters[g])
+            whole = (1.0, self.whole_parameters[g])
             far = self._from_far(g)
             for k in range(self.segments):
                 read, received = (float(n), self.r[g][k]), (n / (n - 1) if n > 1 else 0.0)
-                rows.at_least([read, (1.0, far[k]), home], group.reads[k])
+                rows.at_least([read, (1.0, far[k]), home, whole], group.reads[k])
                 rows.at_least([read, (1.0, far[k]), (-1.0, far[k + 1])], 0.0)
                 if n == 1:
                     continue
                 others = [(received, self.u[g][k]), (1.0, self.x[g][k])]
                 # What is at home in memory that ranks share is looked at where it is.
-                seen = [home] if shared else []
+                seen = [whole, home] if shared else [whole]
                 rows.at_least([*others, *seen], group.reads[k])
                 rows.at_least([*others, (-1.0, self.x[g][k + 1])], 0.0)
 
@@ -410,14 +472,18 @@ class _Programme:
         n = self.task.group.ranks
         for g, group in enumerate(self.task.groups):
             for k in range(self.segments):
-                kept = [(1.0, w) for w in self.w[g][: k + 1]]
-                kept += [(1.0, self.at_home[g]), (1.0, self.flying[g][k + 1])]
-                self.rows.at_least(kept, group.complete[k + 1] / n)
+                done = group.complete[k + 1] / n
+                there = [
+                    (1.0, self.at_home[g]),
+                    (1 / n, self.whole_gradients[g]),
+                    (1 / n, self.waiting[g][k + 1]),
+                ]
                 written = [(1.0, w) for w in self.w[g][: k + 1]]
-                self.rows.at_most(written, group.complete[k + 1] / n)
+                self.rows.at_least([*there, *written, (1.0, self.flying[g][k + 1])], done)
+                self.rows.at_most(written, done)
                 if accumulates:
-                    added = (group.complete[k + 1] - group.complete[k]) / n
-                    self.rows.at_least([(1.0, self.old[g][k]), (1.0, self.at_home[g])], added)
+                    old = [(1.0, one) for one in self.old[g][: k + 1]]
+                    self.rows.at_least([*there, *old], done)
 
     def _copies(self, accumulates: bool) -> None:
         """A gradient that goes away is written to a block and read there (`Player._reduce`)."""
@@ -467,8 +533,10 @@ class _Programme:
         assert far is not None
         into, back = self.task.link(far, Tier.DEVICE), self.task.link(Tier.DEVICE, far)
         assert into is not None and back is not None
-        slowed = _scaled(reads, into.compute_share / into.bytes_per_s)
-        slowed += _scaled(writes, back.compute_share / back.bytes_per_s)
+        most = 1.0 - SLOWEST  # of the device's speed, lost to both together
+        counted = min(1.0, most / max(most, into.compute_share + back.compute_share))
+        slowed = _scaled(reads, counted * into.compute_share / into.bytes_per_s)
+        slowed += _scaled(writes, counted * back.compute_share / back.bytes_per_s)
         constant = sum(value for value, of in compute if of is None)
         slowed += [(value, of) for value, of in compute if of is not None]
         self.rows.at_least([(1.0, seconds), *_scaled(slowed, -1.0)], constant)
@@ -530,12 +598,14 @@ class _Programme:
             changed = (group.updated + group.states) / n
             everything = changed + group.gradients / n
             homes = [(1.0, self.parameters[g]), (1.0, self.states[g])]
+            homes += [(1 / n, self.whole_parameters[g]), (1 / n, self.whole_states[g])]
             rows.at_least([(1.0, write), (changed, part), *homes], changed)
-            homes.append((1.0, self.at_home[g]))
+            homes += [(1.0, self.at_home[g]), (1 / n, self.whole_gradients[g])]
             rows.at_least([(1.0, read), (everything, part), *homes], everything)
             if n == 1:  # an updated parameter is in the ring whole
                 whole = group.largest_whole
-                rows.at_least([(1.0, self.arena), (whole, part), *homes], whole)
+                elsewhere = (group.times_whole * group.updated, part)  # where the host updates it
+                rows.at_least([(1.0, self.arena), elsewhere, *homes], whole)
             for most, home in (
                 (group.parameters, self.parameters[g]),
                 (group.gradients, self.at_home[g]),
@@ -567,7 +637,10 @@ class _Programme:
             return
         homes = [
             (1.0, part[g])
-            for part in (self.parameters, self.at_home, self.states)
+            for part in (
+                *(self.parameters, self.at_home, self.states),
+                *(self.whole_parameters, self.whole_gradients, self.whole_states),
+            )
             for g in range(len(task.groups))
         ]
         total = sum(g.parameters + g.gradients + g.states for g in task.groups) / n

@@ -17,6 +17,7 @@ from elixir_fx.machine import Machine, Tier
 
 Route = tuple[tuple[Tier, Tier], ...]
 NEVER = float("inf")
+SLOWEST = 0.05  # of its speed, that the compute device keeps whatever streams
 
 
 def route(machine: Machine, source: Tier, target: Tier) -> Route:
@@ -103,7 +104,7 @@ class Wires:
             if not busy:
                 self.now += work_s
                 return
-            speed = max(0.05, 1.0 - sum(stream.share for stream, _ in busy))
+            speed = max(SLOWEST, 1.0 - sum(stream.share for stream, _ in busy))
             need_s = work_s / speed
             if need_s < next_s:
                 self._pass(busy, need_s)
