@@ -4,19 +4,30 @@ Plain text of the standard library: a plan is read where neither torch nor the p
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from elixir_fx.units import GIB, MIB, sizes, times
 
-if TYPE_CHECKING:
-    from elixir_fx.plan import Plan
+
+class Plan(Protocol):
+    """What is read of a plan, whose module reads this one."""
+
+    worth: Any
+    what_if: Any
+    layout: Any
+    limits: Any
+    schedules: Any
+
+    @property
+    def forecast(self) -> Any: ...
+
 
 PER_GIB = 4 * GIB  # a device with less has its memory's worth told by the 100 MiB
 LITTLE = 100 * MIB
 NEEDED = "needed"
 
 
-def explained_text(plan: "Plan") -> str:
+def explained_text(plan: Plan) -> str:
     """What the device's memory buys, what would change with more or less, what is waited for."""
     forecast = plan.forecast
     near = "no bound is known"
@@ -36,7 +47,7 @@ def explained_text(plan: "Plan") -> str:
     return "\n".join(lines) + "\n"
 
 
-def _worth(plan: "Plan") -> list[str]:
+def _worth(plan: Plan) -> list[str]:
     """What the bytes are for, and what they buy."""
     small = plan.limits.device < PER_GIB
     unit, name = (LITTLE, "100 MiB") if small else (GIB, "GiB")
@@ -50,7 +61,7 @@ def _worth(plan: "Plan") -> list[str]:
     return _aligned(rows)
 
 
-def _known(plan: "Plan") -> list[str]:
+def _known(plan: Plan) -> list[str]:
     """What the bytes are for, as far as a plan without the planner knows."""
     layout, forecast = plan.layout, plan.forecast
     rows = [("activations and gradients on their way", forecast.activation_bytes)]
@@ -68,7 +79,7 @@ def _known(plan: "Plan") -> list[str]:
     return _aligned([("what the device holds at the peak", ""), *shown])
 
 
-def _home_bytes(plan: "Plan", part: str) -> int:
+def _home_bytes(plan: Plan, part: str) -> int:
     """Bytes of the parameters, or of their gradients, at home on the device."""
     total = 0
     for chunk in plan.layout.chunks:
@@ -79,7 +90,7 @@ def _home_bytes(plan: "Plan", part: str) -> int:
     return total
 
 
-def _what_if(plan: "Plan") -> list[str]:
+def _what_if(plan: Plan) -> list[str]:
     step_s = plan.forecast.step_s
     rows = [("with another budget", "a step", "")]
     for other in plan.what_if:
@@ -93,7 +104,7 @@ def _what_if(plan: "Plan") -> list[str]:
     return _aligned(rows)
 
 
-def _waits(plan: "Plan") -> list[str]:
+def _waits(plan: Plan) -> list[str]:
     """Seconds beyond the computation, by cause, the longest first."""
     forecast = plan.forecast
     longest = sorted(forecast.exposed, key=lambda one: (-one[1], one[0]))

@@ -6,6 +6,7 @@ from scipy.optimize import linprog
 
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Group, Limits
+from elixir_fx.planner import smallest
 from elixir_fx.planner.bound import lower_bound_s, pair_s, simple_bound_s, update_compute_s
 
 MIB = 1 << 20
@@ -60,8 +61,10 @@ def test_the_disk_sees_only_what_device_and_host_cannot_hold():
 
 def test_more_memory_never_raises_the_bound():
     facts = gpt(3, 128, 500, 16, flops_per_s=1e14)
+    least = smallest(facts, cpu(), Limits(device=0, disk=1 << 40))
     bounds = [
-        lower_bound_s(facts, cpu(), Limits(device=n * MIB, disk=1 << 40)) for n in range(0, 40, 2)
+        lower_bound_s(facts, cpu(), Limits(device=least + n * MIB, disk=1 << 40))
+        for n in range(0, 40, 2)
     ]
     assert bounds == sorted(bounds, reverse=True)
 
@@ -128,8 +131,10 @@ def test_an_optimizer_that_needs_parameters_whole_is_no_quicker_on_many_ranks():
 def test_of_any_ranks_more_memory_never_raises_the_bound(shared):
     facts = gpt(3, 128, 500, 16, flops_per_s=1e14)
     group = Group(ranks=3, shared=shared)
+    machine = cpu().with_peers()
+    least = smallest(facts, machine, Limits(device=0, disk=1 << 40), group=group)
     bounds = [
-        lower_bound_s(facts, cpu().with_peers(), Limits(device=n << 19, disk=1 << 40), group)
+        lower_bound_s(facts, machine, Limits(device=least + (n << 19), disk=1 << 40), group)
         for n in range(0, 40, 2)
     ]
     assert bounds == sorted(bounds, reverse=True)

@@ -51,10 +51,16 @@ def keep_all(
     """Everything at home on the device. Of several ranks each has its share, and as many chunks
     stay gathered as the device has room for."""
     arranger = Arranger(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
-    chunks = arranger.pack(chunk_sizes(facts)[-1])
-    home = arranger.settle(chunks, [Tier.DEVICE] * len(chunks))
-    whole = sum(align(chunk.nbytes) for chunk in home)
-    return _largest_area(arranger, "keep_all", home, whole)
+    refused = PlanError("keep_all: no chunk size fits")
+    for size in reversed(chunk_sizes(facts)):
+        chunks = arranger.pack(size)
+        home = arranger.settle(chunks, [Tier.DEVICE] * len(chunks))
+        whole = sum(align(chunk.nbytes) for chunk in home)
+        try:
+            return _largest_area(arranger, "keep_all", home, whole)
+        except PlanError as error:
+            refused = error
+    raise refused
 
 
 def _largest_area(

@@ -85,8 +85,9 @@ def _linked(machine: Machine, near: Tier, far: Tier) -> bool:
 def chunk_sizes(facts: Facts) -> tuple[int, ...]:
     """Chunk sizes worth trying, in bytes, ascending.
 
-    From the typical large parameter (half of all bytes are in parameters of at most that size:
-    an outsized embedding has a chunk of its own anyway) to a quarter of all parameters.
+    From the typical large parameter to a quarter of all parameters. Typical is the size up to
+    which lie half of the bytes of parameters whose size occurs twice: an outsized embedding has a
+    chunk of its own anyway.
     """
     by_size: dict[int, int] = {}
     for parameter in facts.parameters:
@@ -95,10 +96,12 @@ def chunk_sizes(facts: Facts) -> tuple[int, ...]:
     if not any(by_size):
         return (align(1),)
     total = sum(size * count for size, count in by_size.items())
+    repeated = {size: count for size, count in by_size.items() if count > 1} or by_size
+    half = sum(size * count for size, count in repeated.items()) / 2
     typical, below = align(1), 0
-    for size in sorted(by_size):
-        typical, below = max(typical, size), below + size * by_size[size]
-        if 2 * below >= total:
+    for size in sorted(repeated):
+        typical, below = max(typical, size), below + size * repeated[size]
+        if below >= half:
             break
     found = {align(int(typical * step)) for step in CHUNK_STEPS}
     found = {size for size in found if size <= total / 4} | {typical}

@@ -46,44 +46,21 @@ nothing to add to and an empty arena, the last has the update behind it.
 The solver is scipy's HiGHS. Where it finds no optimum the bound is 0, which claims nothing.
 """
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from elixir_fx.facts import Facts, Parameter, Role
+from elixir_fx.facts import Facts
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
+from elixir_fx.planner.segments import Task
 from elixir_fx.planner.wires import SLOWEST
 
-SEGMENTS = 18  # of forward and backward together
-UNITS = 1e3  # that all parameters together are, so that no coefficient is lost as too small
 SAFETY = 1e-6  # of the optimum that is given up to the solver's tolerances
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Bytes:
-    """What one group of parameters holds, in units of `_Task.unit_bytes`; `traffic` is what its
-    optimizer reads and writes."""
-
-    parameters: float
-    updated: float
-    gradients: float
-    states: float
-    traffic: float
-    reads: tuple[float, ...]  # by segment
-    complete: tuple[float, ...]  # gradients complete at each cut
-    largest: float  # parameter,
-    largest_block: float  # that gradients of one pass through,
-    largest_whole: float  # and updated one with its gradient and states
-    times_whole: float  # which is so many times the parameter itself
-    waiting: float  # bytes of storage for each byte of gradients, or less
 
 
 @dataclass
@@ -156,7 +133,7 @@ def relax(
     micro_batches: int = 1,
 ) -> Relaxed:
     """The relaxation's optimum for one steady step."""
-    task = _Task(facts=facts, machine=machine, limits=limits, group=group)
+    task = Task(facts=facts, machine=machine, limits=limits, group=group)
     if not task.groups or task.far is None:
         return NOTHING
     many = facts.trains and micro_batches > 1
@@ -170,176 +147,10 @@ def relax(
     return replace(last, step_s=step_s)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Task:
-    """What the programme is about: cuts, groups and links."""
-
-    facts: Facts
-    machine: Machine
-    limits: Limits
-    group: Group
-
-    @cached_property
-    def unit_bytes(self) -> float:
-        """Bytes that the programme counts as one."""
-        return max(1, sum(p.nbytes for p in self.facts.parameters)) / UNITS
-
-    @property
-    def far(self) -> Tier | None:
-        """Where parts are that are not on the device; None where they cannot be."""
-        tier = Tier.DISK if self.machine.unified else Tier.HOST
-        known = {(link.source, link.target) for link in self.machine.links}
-        there = {(tier, Tier.DEVICE), (Tier.DEVICE, tier)} <= known
-        return tier if there and self.limits.of(tier) > 0 else None
-
-    @property
-    def apart(self) -> int:
-        """Ranks that must send each other what they do not have."""
-        return 1 if self.group.shared else self.group.ranks
-
-    @cached_property
-    def live(self) -> NDArray[np.int64]:
-        """Bytes of activations, temporaries and gradients by position, in any plan: a gradient
-        is there at least until it is complete."""
-        return self._lives(0)
-
-    @cached_property
-    def live_between(self) -> NDArray[np.int64]:
-        """The same before each position and at the end, without the gradients that are complete
-        by then."""
-        return np.concatenate((np.zeros(1, dtype=np.int64), self._lives(1)))
-
-    def _lives(self, early: int) -> NDArray[np.int64]:
-        """Live bytes by position; a gradient goes `early` positions before it is complete."""
-        complete: dict[str, int] = {}
-        for p in self.facts.parameters:
-            if p.gradient is not None:
-                soonest = min(p.gradient, complete.get(p.gradient_storage, p.gradient))
-                complete[p.gradient_storage] = soonest
-        end = len(self.facts.nodes) - 1
-        change = np.zeros(len(self.facts.nodes) + 1, dtype=np.int64)
-        for storage in self.facts.storages:
-            if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
-                dies = min(storage.dies, end)
-                if storage.role is Role.GRADIENT:
-                    known = complete.get(storage.name, storage.born)
-                    dies = max(storage.born, min(dies, known)) - early
-                change[storage.born] += storage.nbytes
-                change[dies + 1] -= storage.nbytes
-        lives: NDArray[np.int64] = np.cumsum(change[:-1])
-        return lives
-
-    @property
-    def waits_last(self) -> bool:
-        """Whether a gradient is complete so late that no reduce follows within the graph."""
-        last = len(self.facts.nodes) - 1
-        return any(p.gradient == last for p in self.facts.parameters)
-
-    @cached_property
-    def starts(self) -> NDArray[np.float64]:
-        """Compute seconds before each position, and at the end."""
-        seconds = [cost.seconds for cost in self.facts.costs]
-        starts: NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(seconds)))
-        return starts
-
-    @cached_property
-    def cuts(self) -> tuple[int, ...]:
-        """Positions before which the segments begin, from 0 to the end: equally far apart in
-        time, and then where the most activations are."""
-        count = len(self.facts.nodes)
-        evenly = np.linspace(0.0, float(self.starts[-1]), SEGMENTS + 1)[1:-1]
-        ideal = np.searchsorted(self.starts, evenly)
-        middle = [0, *((ideal[1:] + ideal[:-1]) // 2).tolist(), count]
-        found = {0, count}
-        for low, high in pairwise(middle):
-            if high > low:
-                found.add(low + int(self.live[low:high].argmax()))
-        return tuple(sorted(found))
-
-    @cached_property
-    def groups(self) -> tuple[_Bytes, ...]:
-        """Parameters that are read, and whose gradients are complete, in the same segments."""
-        members: dict[tuple[object, ...], list[Parameter]] = {}
-        for parameter in self.facts.parameters:
-            if parameter.reads and parameter.nbytes:
-                reads = {self._segment(read) for read in parameter.reads}
-                gradient = parameter.gradient
-                done = None if gradient is None else self._segment(gradient)
-                key = (*sorted(reads), "gradient", done, parameter.trainable)
-                members.setdefault(key, []).append(parameter)
-        return tuple(self._bytes(group) for group in members.values())
-
-    def _segment(self, position: int) -> int:
-        return bisect_right(self.cuts, position) - 1
-
-    def _bytes(self, parameters: Sequence[Parameter]) -> _Bytes:
-        optimizer = self.facts.optimizer
-        updated = [
-            p for p in parameters if self.facts.trains and p.trainable and p.gradient is not None
-        ]
-        kept = [(p.span, optimizer.of(p.dtype)) for p in updated] if optimizer is not None else []
-        spans = list(pairwise(self.cuts))
-        states = [p.span * (optimizer.of(p.dtype).state_bytes if optimizer else 0) for p in updated]
-        wholes = [2 * p.nbytes + kept for p, kept in zip(updated, states, strict=True)]
-        times = [whole / p.nbytes for p, whole in zip(updated, wholes, strict=True)]
-        unit = self.unit_bytes
-        return _Bytes(
-            parameters=sum(p.nbytes for p in parameters) / unit,
-            updated=sum(p.nbytes for p in updated) / unit,
-            gradients=sum(p.nbytes for p in updated) / unit,
-            states=sum(span * facts.state_bytes for span, facts in kept) / unit,
-            traffic=sum(span * facts.read_bytes for span, facts in kept) / unit,
-            reads=tuple(
-                sum(p.nbytes for p in parameters if any(low <= read < high for read in p.reads))
-                / unit
-                for low, high in spans
-            ),
-            complete=tuple(
-                sum(p.nbytes for p in updated if p.gradient is not None and p.gradient < cut) / unit
-                for cut in self.cuts
-            ),
-            largest=max(p.nbytes for p in parameters) / unit,
-            largest_block=max((self._block_bytes(p) for p in updated), default=0) / unit,
-            largest_whole=max(wholes, default=0) / unit,
-            times_whole=max(times, default=0.0),
-            waiting=min((self._waiting[p.gradient_storage] for p in updated), default=0.0),
-        )
-
-    @cached_property
-    def _waiting(self) -> dict[str, float]:
-        """For each gradient's storage its bytes by those of the gradients in it, 1 at most."""
-        there = {s.name: s.nbytes for s in self.facts.storages if s.role is Role.GRADIENT}
-        holds: dict[str, int] = {}
-        for p in self.facts.parameters:
-            if p.gradient is not None:
-                holds[p.gradient_storage] = holds.get(p.gradient_storage, 0) + p.nbytes
-        return {name: min(1.0, there.get(name, 0) / max(1, n)) for name, n in holds.items()}
-
-    def _block_bytes(self, parameter: Parameter) -> int:
-        """Room that the gradient of a parameter takes at least while ranks sum it, whether it is
-        cut between them or not (`Group.gradient_block_bytes`)."""
-        n = self.group.ranks
-        if n == 1:
-            return parameter.nbytes
-        return parameter.nbytes + (parameter.nbytes // n if self.group.shared else parameter.nbytes)
-
-    def link(self, source: Tier, target: Tier) -> Link | None:
-        """A link with its rates in units."""
-        links = self.machine.links
-        found = next((x for x in links if (x.source, x.target) == (source, target)), None)
-        if found is None:
-            return None
-        return replace(
-            found,
-            bytes_per_s=found.bytes_per_s / self.unit_bytes,
-            shared_bytes_per_s=found.shared_bytes_per_s / self.unit_bytes,
-        )
-
-
 class _Programme:
     """The linear programme of a forward and backward, with the update behind it or not."""
 
-    def __init__(self, task: _Task, *, accumulates: bool, updates: bool) -> None:
+    def __init__(self, task: Task, *, accumulates: bool, updates: bool) -> None:
         self.task = task
         self.rows = _Rows()
         rows, groups, cuts = self.rows, task.groups, len(task.cuts)

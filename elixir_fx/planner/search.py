@@ -257,8 +257,8 @@ class _Search:
         for size in reversed(self._sizes):  # the coarsest first: it takes the least effort
             near = nearest(self.space.arenas(size), relaxed.arena_bytes, GUIDED_ARENAS)
             chunks = self.space.players[size].footprint.chunks
-            largest = max(chunk.nbytes for chunk in chunks)
-            block = max(self.space.group.gradient_block_bytes(chunk) for chunk in chunks)
+            largest = max((chunk.nbytes for chunk in chunks), default=0)
+            block = max(map(self.space.group.gradient_block_bytes, chunks), default=0)
             block = largest if self.space.group.ranks == 1 else block
             ways = [(arena, 2) for arena in (relaxed.arena_bytes, *near)]
             # Room to gather the largest chunk and to pass its gradient on.
