@@ -109,22 +109,7 @@ class _Account:
 
     @cached_property
     def stays(self) -> tuple[Stay, ...]:
-        """The stays that the plan's schedule says."""
-        position = {node: index for index, node in enumerate(self.facts.nodes)}
-        return tuple(
-            Stay(
-                gather.chunk,
-                gather.backward,
-                0 if gather.resident else self.layout.chunks[gather.chunk].nbytes,
-                gather.offset,
-                position[gather.prefetch or gather.before],
-                position[gather.before],
-                position[gather.after],
-                gather.kept,
-                gather.resident,
-            )
-            for gather in self.plan.schedules[0].gathers
-        )
+        return stays_of(self.plan, self.facts)
 
     # -- what it is for ------------------------------------------------------------------------
 
@@ -290,6 +275,25 @@ class _Account:
                 yield WhatIf(limit_bytes=other, step_s=None)
             else:
                 yield WhatIf(limit_bytes=other, step_s=found.forecast.step_s)
+
+
+def stays_of(plan: Plan, facts: Facts) -> tuple[Stay, ...]:
+    """The stays that a plan's first schedule says, which is for these facts."""
+    position = {node: index for index, node in enumerate(facts.nodes)}
+    return tuple(
+        Stay(
+            gather.chunk,
+            gather.backward,
+            0 if gather.resident else plan.layout.chunks[gather.chunk].nbytes,
+            gather.offset,
+            position[gather.prefetch or gather.before],
+            position[gather.before],
+            position[gather.after],
+            gather.kept,
+            gather.resident,
+        )
+        for gather in plan.schedules[0].gathers
+    )
 
 
 def _worth(purpose: str, nbytes: int, lost_s: float | None) -> Iterator[Worth]:
