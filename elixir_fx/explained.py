@@ -12,14 +12,18 @@ from elixir_fx.units import GIB, MIB, sizes, times
 class Plan(Protocol):
     """What is read of a plan, whose module reads this one."""
 
-    worth: Any
-    what_if: Any
-    layout: Any
-    limits: Any
-    schedules: Any
-
     @property
     def forecast(self) -> Any: ...
+    @property
+    def layout(self) -> Any: ...
+    @property
+    def limits(self) -> Any: ...
+    @property
+    def schedules(self) -> Any: ...
+    @property
+    def what_if(self) -> Any: ...
+    @property
+    def worth(self) -> Any: ...
 
 
 PER_GIB = 4 * GIB  # a device with less has its memory's worth told by the 100 MiB
