@@ -24,7 +24,7 @@ from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner import Formulas, Values, at, check_plan, demand, schedule, search
-from elixir_fx.recycling import into_memory, mark_recycled, may_recycle
+from elixir_fx.recycling import mark_recycled
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
@@ -214,7 +214,7 @@ class Lowering:
         elif self.machine.unified:  # before the first large tensor: what a heap holds it keeps
             relax_heap() if plan.layout.all_home else bound_heap()
         with real_mode():
-            timed = self.timed(step, recycles=self.machine.unified and not plan.layout.keeps_all)
+            timed = self.timed(step, kept=plan.layout.all_home or not self.machine.unified)
         if timed == self.machine:  # one that is not here: the facts are what they were
             return plan
         self.machine = timed
@@ -228,13 +228,13 @@ class Lowering:
         batches = self.options.micro_batches
         return search(step.facts(), self.machine, limits, pins, self.group, batches)
 
-    def timed(self, step: StepGraph, recycles: bool) -> Machine:
+    def timed(self, step: StepGraph, kept: bool) -> Machine:
         """The machine with seconds of the step's operators and of the optimizer's updates, from
-        the user's cache or measured now; as it is where it is not here. With `recycles` results
-        are written into memory that is there, as the recycler has it."""
+        the user's cache or measured now; as it is where it is not here. `kept`: the C heap keeps
+        what is freed, as it will in the run, so that fresh results take no page faults."""
         if not self.machine.fingerprint:
             return self.machine
-        cache = OperatorCache(self.machine.fingerprint + ("-recycling" if recycles else ""))
+        cache = OperatorCache(self.machine.fingerprint + ("" if kept else "-bounded"))
         missing = set(step.missing)
         updates = self.updates.specs(step.parameters) if self.updates is not None else {}
         found = cache.known([*missing, *updates])
@@ -246,7 +246,7 @@ class Lowering:
         unknown = {key: update for key, update in updates.items() if key not in found}
         if specs or unknown:
             self.progress(f"timing {len(specs)} operators")
-        calls = chain(unknown.items(), _calls(specs, recycles))
+        calls = chain(unknown.items(), _calls(specs))
         with torch.random.fork_rng():  # timing a dropout must not move the user's stream
             fresh = measure_operators(calls, MEASURE_S)
         if fresh:
@@ -283,14 +283,9 @@ def remember(memory: dict[Any, Any], key: object, value: object, most: int) -> N
         del memory[next(iter(memory))]
 
 
-def _calls(
-    specs: Mapping[str, fx.Node], recycles: bool
-) -> Iterator[tuple[str, Callable[[], object]]]:
+def _calls(specs: Mapping[str, fx.Node]) -> Iterator[tuple[str, Callable[[], object]]]:
     for key, node in specs.items():
-        target = node.target
-        if recycles and may_recycle(node):
-            target = into_memory(node)
-        call = sample_call(target, map_arg((node.args, node.kwargs), value), number)  # type: ignore[arg-type]
+        call = sample_call(node.target, map_arg((node.args, node.kwargs), value), number)  # type: ignore[arg-type]
         if call is not None:
             yield key, call
 

@@ -8,7 +8,6 @@ may hold at a node is the step's peak of live bytes less what is live until the 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,12 +65,9 @@ def recycled_root(node: fx.Node) -> str | None:
 
 
 def _suits(node: fx.Node, role: Role | None) -> bool:
-    return role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT) and may_recycle(node)
-
-
-def may_recycle(node: fx.Node) -> bool:
-    """Whether a result may be written into memory that was used before, if it is the step's own."""
     if node.target not in OUT_VARIANTS and node.target not in COPIES:
+        return False
+    if role not in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
         return False
     fake = value(node)
     if not isinstance(fake, Tensor) or fake.device.type != "cpu" or is_symbolic(fake):
@@ -81,24 +77,6 @@ def may_recycle(node: fx.Node) -> bool:
         (size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True)
     )
     return nbytes >= SMALLEST_BYTES and dense and fake.untyped_storage().nbytes() == nbytes
-
-
-def into_memory(node: fx.Node) -> Callable[..., object]:
-    """The operator of a node that may be recycled as it then runs: from the second call on its
-    result lies where that of the first does."""
-    made: list[Tensor] = []
-
-    def run(*args: Any, **kwargs: Any) -> Tensor:
-        if not made:
-            made.append(node.target(*args, **kwargs))  # type: ignore[operator]
-        elif node.target in COPIES:
-            made[0].copy_(args[0])
-        else:
-            operator, name = OUT_VARIANTS[node.target]
-            operator(*args, **kwargs, **{name: made[0]})
-        return made[0]
-
-    return run
 
 
 def _rooms(step: StepGraph, names: list[str]) -> dict[str, int]:

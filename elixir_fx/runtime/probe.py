@@ -60,13 +60,13 @@ def probe(optimizer: Optimizer | str, dtypes: Iterable[torch.dtype] = ()) -> Opt
     widest = next(iter(facts.values()))
     if len(facts) == 1:
         return widest
-    named = ((str(dtype).removeprefix("torch."), one) for dtype, one in facts.items())
+    by_dtype = ((str(dtype).removeprefix("torch."), one) for dtype, one in facts.items())
     return replace(
         widest,
         elementwise=all(one.elementwise for one in facts.values()),
         global_state=any(one.global_state for one in facts.values()),
         foreach=any(one.foreach for one in facts.values()),
-        by_dtype=tuple(named),
+        by_dtype=tuple(by_dtype),
     )
 
 

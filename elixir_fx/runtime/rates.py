@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from shutil import disk_usage
 from time import perf_counter, sleep
 from typing import Any
@@ -230,6 +231,7 @@ class _ScratchFile:
         self.block_bytes = block_bytes
         self.buffers = [memoryview(anonymous_mapping(block_bytes)) for _ in range(2)]
         for buffer in self.buffers:
+            _scatter(buffer)
             buffer[:] = os.urandom(PAGE_BYTES) * (block_bytes // PAGE_BYTES)
 
     def fill(self) -> int:
@@ -331,6 +333,16 @@ class _ScratchFile:
             thread.join()
         if errors:
             raise errors[0]
+
+
+def _scatter(buffer: memoryview) -> None:
+    """Touch fresh memory page by page in no order, so that its pages lie anywhere in RAM, as those
+    of a run do. Where neighbours happen to be neighbours in RAM too a read was twice as fast
+    (measured through virtio: 2.7 and 1.35 GB/s), and that is luck."""
+    pages = list(range(0, buffer.nbytes, PAGE_BYTES))
+    Random(0).shuffle(pages)
+    for page in pages:
+        buffer[page] = 0
 
 
 @dataclass(slots=True)

@@ -9,12 +9,11 @@ the step lasts as long as its slowest rank.
 import gc
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
