@@ -23,8 +23,12 @@ from common import GPT_92M, Config, build, text_batches
 from torch import Tensor
 
 import elixir_fx
+from elixir_fx.config import read_options
+from elixir_fx.guarded import GuardedSession
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.module import ElixirModule
+from elixir_fx.plan import Plan
+from elixir_fx.planner.elixir_rule import RuleConstants, elixir_rule
 from elixir_fx.runtime.measure import MEASURE_BYTES, this_machine
 from elixir_fx.runtime.rates import disk_rates
 from elixir_fx.testing import emulated
@@ -56,6 +60,7 @@ class Setting:
     kernels: str = "eager"
     ranks: int = 1
     link_bytes_per_s: float = 0.0
+    rule: bool = False  # the plan of the paper's rule instead of ours
 
     @property
     def threads(self) -> int:
@@ -104,6 +109,8 @@ class Training:
             setting.batch, config.seq, seed=rank
         )
         self.inputs = next(self.batches)
+        if setting.rule:
+            options = {**options, "plan": rule_plan(model, self, options)}
         with self.autocast():
             self.planned = keep_all_forecast(model, self, options)
             self.model: ElixirModule = elixir_fx.compile(
@@ -128,9 +135,18 @@ class Training:
         return graphs_s, time.perf_counter() - begin_s - graphs_s
 
 
+def rule_plan(model: Any, training: Training, options: dict[str, Any]) -> Plan:
+    """What the paper's rule decides for this model here."""
+    session = GuardedSession(model, training.optimizer, read_options(options))
+    facts = session.facts_only(training.inputs, {})
+    assert facts.optimizer is not None
+    constants = RuleConstants.of(session.machine, facts.optimizer, 1)
+    return elixir_rule(facts, session.machine, session.lowering.limits, constants=constants)
+
+
 def keep_all_forecast(model: Any, training: Training, options: dict[str, Any]) -> Any:
     """compile() times no operator where nothing has to move; plan() does."""
-    if dist.is_initialized():
+    if dist.is_initialized() or training.setting.memory:
         return None
     plan = elixir_fx.plan(model, training.inputs, optimizer=training.optimizer, **options)
     return plan.forecast if plan.layout.keeps_all else None
@@ -181,8 +197,25 @@ def run(setting: Setting, disk: Path) -> dict[str, Any]:
     }
 
 
+def serve(setting: Setting, disk: Path) -> None:
+    """Print what is forecast; then take a step for every line of input and print its seconds."""
+    torch.set_num_threads(setting.threads)
+    training = Training(setting, setting.options(disk))
+    plan = training.model.plan
+    assert plan is not None
+    forecast = training.planned or plan.forecast
+    told = {"forecast_s": forecast.step_s, "forecast_peak_bytes": forecast.peak_device_bytes}
+    print(json.dumps(told), flush=True)
+    gc.collect()
+    for _ in sys.stdin:
+        print(sum(training.step()), flush=True)
+
+
 def main() -> None:
     setting = Setting(**json.loads(sys.argv[1]))
+    if "--serve" in sys.argv:
+        serve(setting, Path(sys.argv[2]))
+        return
     if setting.ranks > 1:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
