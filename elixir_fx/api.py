@@ -125,6 +125,7 @@ def plan(
     args, kwargs = positional_and_keyword(example_inputs)
     check_ranks(ranks)
     session = GuardedSession(model, optimizer, read_options(options), planned_ranks=ranks)
+    session.lowering.times_all = True
     found = session.plan_only(args, kwargs)
     if found is None:
         raise ElixirError(f"{type(model).__name__} does no tensor operation on these inputs")

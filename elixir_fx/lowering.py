@@ -7,6 +7,7 @@ weight. The first graph settles the layout, every later one gets a schedule for 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner import Formulas, Values, at, check_plan, demand, explained, schedule, search
 from elixir_fx.recycling import mark_recycled
-from elixir_fx.runtime.heap import bound_heap
+from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
+from elixir_fx.runtime.updates import Updates
 from elixir_fx.step import StepGraph, number, value
 
 KEPT = 4096  # graphs that are remembered: more than any model has in use
@@ -77,6 +79,7 @@ class Lowering:
     optimizer: OptimizerFacts | None
     progress: Callable[[str], None]
     plan: Plan | None = None
+    updates: Updates | None = None  # the optimizer, to be timed
     times_all: bool = False  # operators, even where nothing has to move
     make_plan: MakePlan | None = None
     share_plan: SharePlan = own_plan
@@ -206,16 +209,15 @@ class Lowering:
         plan = self._plan(step, limits, pins)
         if plan.layout.keeps_all and not self.times_all:
             return plan
-        if self.machine.unified and not plan.layout.all_home:
-            bound_heap()  # before the first large tensor: what a heap holds it keeps
-        if not step.missing:
-            return plan
-        self.progress(f"timing {len(step.missing)} operators")
+        if self.machine.emulated:
+            relax_heap()
+        elif self.machine.unified:  # before the first large tensor: what a heap holds it keeps
+            relax_heap() if plan.layout.all_home else bound_heap()
         with real_mode():
-            measured = self.measured(step)
-        if not measured:  # a machine that is emulated: the facts are what they were
+            timed = self.timed(step, kept=plan.layout.all_home or not self.machine.unified)
+        if timed == self.machine:  # one that is not here: the facts are what they were
             return plan
-        self.machine = self.machine.with_operators(measured)
+        self.machine = timed
         annotate(step, self.machine, self.options.passes)
         self.progress("planning")
         return self._plan(step, limits, pins)
@@ -234,23 +236,39 @@ class Lowering:
         batches = self.options.micro_batches
         return explained(captured.facts, self.machine, self.limits, {}, self.group, batches, plan)
 
-    def measured(self, step: StepGraph) -> Mapping[str, float]:
-        """Seconds of the step's operators, from the user's cache or measured now; none of a
-        machine that is not here."""
-        if self.machine.emulated or not self.machine.fingerprint:
-            return {}
-        cache = OperatorCache(self.machine.fingerprint)
+    def timed(self, step: StepGraph, kept: bool) -> Machine:
+        """The machine with seconds of the step's operators and of the optimizer's updates, from
+        the user's cache or measured now; as it is where it is not here. `kept`: the C heap keeps
+        what is freed, as it will in the run, so that fresh results take no page faults."""
+        if not self.machine.fingerprint:
+            return self.machine
+        cache = OperatorCache(self.machine.fingerprint + ("" if kept else "-bounded"))
         missing = set(step.missing)
-        found = cache.known(missing)
+        updates = self.updates.specs(step.parameters) if self.updates is not None else {}
+        found = cache.known([*missing, *updates])
         specs: dict[str, fx.Node] = {}
         for node in step.nodes:
             key = operator_key(node) if node.op == "call_function" else ""
             if key in missing and key not in found:
                 specs.setdefault(key, node)
+        unknown = {key: update for key, update in updates.items() if key not in found}
+        if specs or unknown:
+            self.progress(f"timing {len(specs)} operators")
+        calls = chain(unknown.items(), _calls(specs))
         with torch.random.fork_rng():  # timing a dropout must not move the user's stream
-            fresh = measure_operators(_calls(specs), MEASURE_S)
-        cache.add(fresh)
-        return {**found, **fresh}
+            fresh = measure_operators(calls, MEASURE_S)
+        if fresh:
+            cache.add(fresh)
+        seconds = {**found, **fresh}
+        machine = self.machine
+        operators = {key: value for key, value in seconds.items() if key in missing}
+        if operators:
+            machine = machine.with_operators(operators)
+        if self.updates is not None and self.optimizer is not None:
+            rate = self.updates.bytes_per_s(step.parameters, self.optimizer, seconds)
+            if rate:
+                machine = replace(machine, update_stream_bytes_per_s=rate)
+        return machine
 
 
 def _formulas(step: StepGraph) -> Formulas:

@@ -53,10 +53,11 @@ from elixir_fx.runtime.mapped import MappedFile
 from elixir_fx.runtime.measure import this_machine
 from elixir_fx.runtime.optimizer import Binding, bind
 from elixir_fx.runtime.parameters import AwayTensor
-from elixir_fx.runtime.probe import probe
+from elixir_fx.runtime.probe import named, probe
 from elixir_fx.runtime.sharded_engine import ShardedEngine
 from elixir_fx.runtime.stats import Stats
 from elixir_fx.runtime.store import Store
+from elixir_fx.runtime.updates import Updates
 from elixir_fx.step import Record, StepGraph, stay_of
 from elixir_fx.team import Team
 
@@ -118,6 +119,7 @@ class Session:
             limits=limits(options, self.machine, team.on_this_host if team else 1),
             optimizer=probe(optimizer, trained(model)) if optimizer is not None else None,
             progress=self.progress,
+            updates=self._updates(optimizer),
         )
         self.engine: Engine | None = None
         self.binding: Binding | None = None
@@ -142,6 +144,13 @@ class Session:
         if self.options.kernels == "eager" and self.device.type == "cuda":
             return replace(machine, host_stream_bytes_per_s=0.0)
         return machine
+
+    def _updates(self, optimizer: torch.optim.Optimizer | str | None) -> Updates | None:
+        """The optimizer, to be timed where it will run."""
+        if optimizer is None:
+            return None
+        known = named(optimizer) if isinstance(optimizer, str) else optimizer
+        return Updates(optimizer=known, device=self.device)
 
     @property
     def plan(self) -> Plan | None:
@@ -229,7 +238,8 @@ class Session:
             repr([options.memory, options.host_memory, options.disk_memory, bool(options.disk)]),
             repr([sorted(options.keep.items()), list(options.ignore), options.micro_batches]),
             options.plan.to_json() if options.plan is not None else "",
-            replace(self.machine, memory={}, operators={}).to_json(),
+            # Without what was timed for this step's plan.
+            replace(self.machine, memory={}, operators={}, update_stream_bytes_per_s=0.0).to_json(),
             repr(self.lowering.optimizer),
             repr(self.plan.layout) if self.plan is not None else "",
             repr(sorted(self.lowering.sparse)),
@@ -333,9 +343,12 @@ class Session:
         """Plan for AdamW where something learns and no optimizer is known: one may be bound."""
         if self.lowering.optimizer is None and trained(self.model):
             self.lowering.optimizer = probe("adamw", trained(self.model))
+            self.lowering.updates = self._updates("adamw")
 
     def fit_heap(self, engine: Engine) -> None:
         """Have the C library keep freed memory, or give it back, as the engine's layout needs."""
+        if self.machine.emulated:
+            relax_heap()  # an accelerator's memory has no page faults
         if self.machine.unified:
             gc.collect()  # capturing leaves cycles behind
             free = engine.layout.keeps_all or self.options.memory is None
@@ -374,6 +387,7 @@ class Session:
         facts = probe(optimizer, trained(self.model))
         if self.engine is None:
             self._optimizer, self.lowering.optimizer = optimizer, facts
+            self.lowering.updates = self._updates(optimizer)
             return
         self._check_planned_for(facts)
         if self.binding is not None:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def emulated(
     flops_per_s: float = 1e11,
     stream_bytes_per_s: float = 2e10,
     host_stream_bytes_per_s: float = 0.0,
+    like: Machine | None = None,
 ) -> Machine:
     """An accelerator with `device_memory` bytes of its own, played on this machine's CPU.
 
@@ -68,6 +70,9 @@ def emulated(
     and float16 have twice as many flops. With `host_stream_bytes_per_s`, the rate of an optimizer
     there, a plan may have chunks updated on the host. Nothing is measured: the same arguments
     make an equal machine.
+
+    With `like`, this machine as it was measured, the accelerator computes as fast as that does:
+    its rates of compute are taken from there, and operators are timed when something has to move.
     """
     host, device, disk = Tier.HOST, Tier.DEVICE, Tier.DISK
     both_bytes_per_s = bytes_per_s * (2 if duplex else 1)
@@ -88,10 +93,9 @@ def emulated(
         for source, target in (ends, ends[::-1])
         if disk_memory or disk not in ends
     ]
-    return Machine(
+    played = Machine(
         name="emulated",
-        fingerprint=f"emulated-{bytes_per_s:g}-{latency_s:g}-{duplex}-{disk_bytes_per_s:g}"
-        f"-{flops_per_s:g}-{stream_bytes_per_s:g}-{host_stream_bytes_per_s:g}",
+        fingerprint="",
         device="cpu",
         emulated=True,
         memory={device: device_memory, host: host_memory, disk: disk_memory},
@@ -103,6 +107,16 @@ def emulated(
         },
         stream_bytes_per_s=stream_bytes_per_s,
         host_stream_bytes_per_s=host_stream_bytes_per_s,
+    )
+    if like is None:
+        return played
+    return replace(
+        played,
+        fingerprint=like.fingerprint,
+        flops_per_s=like.flops_per_s,
+        stream_bytes_per_s=like.stream_bytes_per_s,
+        update_stream_bytes_per_s=like.update_stream_bytes_per_s,
+        operators=like.operators,
     )
 
 

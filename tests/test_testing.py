@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -31,10 +32,9 @@ def test_emulated_is_a_machine_with_links_both_ways(tmp_path):
 
 def test_an_optimizer_on_the_host_has_a_rate_of_its_own():
     without, with_one = emulated(), emulated(host_stream_bytes_per_s=3e9)
-    assert without.update_bytes_per_s(Tier.HOST) == 0.0
+    assert not without.updates_on_host and with_one.updates_on_host
     assert with_one.update_bytes_per_s(Tier.HOST) == 3e9
     assert with_one.update_bytes_per_s(Tier.DEVICE) == without.update_bytes_per_s(Tier.DEVICE)
-    assert with_one.fingerprint != without.fingerprint
 
 
 def test_without_a_disk_there_is_no_link_to_one():
@@ -68,3 +68,17 @@ def test_a_memory_group_measures_and_limits_a_child():
         pytest.skip(str(reason))
     assert output == "ok\n" and 16 * MIB <= peak_bytes <= 64 * MIB
     assert run(256 * MIB)[0] == ""  # killed
+
+
+def test_an_accelerator_like_a_measured_machine_computes_as_fast_as_that():
+    here = replace(
+        emulated(flops_per_s=3e11, stream_bytes_per_s=4e10),
+        fingerprint="measured",
+        update_stream_bytes_per_s=5e9,
+    )
+    played = emulated(bytes_per_s=2e9, like=here)
+    assert played.emulated and played.fingerprint == "measured"
+    assert played.flops("float32") == 3e11 and played.stream_bytes_per_s == 4e10
+    assert played.update_bytes_per_s(Tier.DEVICE) == 5e9
+    assert played.link(Tier.HOST, Tier.DEVICE).bytes_per_s == 2e9
+    assert not emulated().fingerprint  # nothing was measured: nothing is timed

@@ -35,7 +35,7 @@ from elixir_fx.runtime.rates import (
 )
 from elixir_fx.units import MIB, sizes
 
-VERSION = 2  # of what is measured and how: another one is measured again
+VERSION = 3  # of what is measured and how: another one is measured again
 MEASURE_BYTES = 256 * MIB  # of memory that measuring may take
 LEAST_BYTES = MIB // 8  # below this nothing can be measured
 FASTER = 1.5  # than what is kept, in compute and memory alike: that was measured under load

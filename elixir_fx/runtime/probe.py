@@ -49,7 +49,7 @@ def probe(optimizer: Optimizer | str, dtypes: Iterable[torch.dtype] = ()) -> Opt
     PlanError names an optimizer that cannot be stepped on an ordinary dense parameter.
     """
     if isinstance(optimizer, str):
-        optimizer = _named(optimizer)
+        optimizer = named(optimizer)
     groups = optimizer.param_groups
     own = {p.dtype for group in groups for p in group["params"] if p.is_floating_point()}
     wanted = {dtype for dtype in dtypes if dtype.is_floating_point} or own or {torch.float32}
@@ -60,13 +60,13 @@ def probe(optimizer: Optimizer | str, dtypes: Iterable[torch.dtype] = ()) -> Opt
     widest = next(iter(facts.values()))
     if len(facts) == 1:
         return widest
-    named = ((str(dtype).removeprefix("torch."), one) for dtype, one in facts.items())
+    by_dtype = ((str(dtype).removeprefix("torch."), one) for dtype, one in facts.items())
     return replace(
         widest,
         elementwise=all(one.elementwise for one in facts.values()),
         global_state=any(one.global_state for one in facts.values()),
         foreach=any(one.foreach for one in facts.values()),
-        by_dtype=tuple(named),
+        by_dtype=tuple(by_dtype),
     )
 
 
@@ -89,7 +89,8 @@ def _probe_dtype(optimizer: Optimizer, dtype: torch.dtype) -> OptimizerFacts:
     )
 
 
-def _named(name: str) -> Optimizer:
+def named(name: str) -> Optimizer:
+    """An optimizer of torch's by its name in small letters. PlanError for an unknown one."""
     makers: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
@@ -174,30 +175,39 @@ def _values(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return ramp.to(dtype)
 
 
+def trial_copy(
+    optimizer: Optimizer, group: dict[str, Any], parameters: list[nn.Parameter]
+) -> Optimizer:
+    """The optimizer with one group of its options, over other parameters and without states."""
+    device = parameters[0].device
+    copied: Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    options = {
+        key: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
+        for key, value in group.items()
+    }
+    if "capturable" in options and device.type == "cpu":
+        options["capturable"] = False
+    options["params"] = parameters
+    copied.param_groups = [options]
+    copied.state = defaultdict(dict)
+    if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the states
+        for parameter in parameters:
+            copied.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "sum": torch.zeros_like(parameter, requires_grad=False),
+            }
+    return copied
+
+
 class _Trial:
     """A copy of an optimizer after a few steps on parameters of these values."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any], values: list[Tensor]) -> None:
         parameters = [nn.Parameter(value.clone()) for value in values]
         self.parameter = parameters[0]
-        device = self.parameter.device
-        copied: Optimizer = object.__new__(type(optimizer))
-        copied.__dict__.update(optimizer.__dict__)
-        options = {
-            key: value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
-            for key, value in group.items()
-        }
-        if "capturable" in options and device.type == "cpu":
-            options["capturable"] = False
-        options["params"] = parameters
-        copied.param_groups = [options]
-        copied.state = defaultdict(dict)
-        if isinstance(optimizer, torch.optim.Adagrad):  # its constructor makes the states
-            for parameter in parameters:
-                copied.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "sum": torch.zeros_like(parameter, requires_grad=False),
-                }
+        copied = trial_copy(optimizer, group, parameters)
+        options = copied.param_groups[0]
         before = self._settings(copied)
         self.meter = _Meter()
         for step in range(_STEPS):

@@ -2,33 +2,37 @@
 
 Each takes well under a second and only the memory it is given. Compute is measured with as
 many threads as the step will use. The disk is measured as the disk tier uses it: blocks of
-8 MiB through direct I/O, on an unlinked file that is gone when the measurement is.
+8 MiB through direct I/O by a thread for each direction, on an unlinked file that is gone when the
+measurement is.
 """
 
-import mmap
 import os
 import statistics
-import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from random import Random
 from shutil import disk_usage
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 
 from elixir_fx.errors import TierError
 from elixir_fx.machine import Link, Tier
+from elixir_fx.runtime.disk import DiskFile, anonymous_mapping
 from elixir_fx.units import MIB, sizes
 
 FILE_BYTES = 256 * MIB
 BLOCK_BYTES = 8 * MIB  # of one read or write
 PAGE_BYTES = 4096
-EXPERIMENT_S = 0.25  # that one experiment runs, at most a block longer
+FILL_S = 0.5  # of writing that file, at most a block longer
+DISK_S = 0.5  # that the disk streams in one experiment; a short burst may be faster than that
+EXPERIMENT_S = 0.25  # that a product is repeated beside it
 MATMUL_S = 0.01  # that the largest product takes at least,
 LARGE_MATMUL = 1024  # with this many rows,
 SLOW_MATMUL_S = 0.1  # unless a smaller one takes this long already
@@ -180,23 +184,27 @@ class DiskRates:
 
 
 def disk_rates(folder: Path, threads: int, memory_bytes: int) -> DiskRates:
-    """Measure the disk that holds `folder`. TierError if it cannot be written there."""
+    """Measure the disk that holds `folder`. TierError if it cannot be written there.
+
+    The file is the disk tier's own kind, on blocks that were written before: the first writes to
+    a fresh file, and the first reads after them, may be twice as fast or half.
+    """
     room = min(FILE_BYTES, disk_usage(folder).free // 4) // BLOCK_BYTES * BLOCK_BYTES
     if room < 2 * BLOCK_BYTES:
         free = sizes(disk_usage(folder).free)
         raise TierError(f"{folder} has {free} free: too little for a disk tier")
     block_bytes = min(BLOCK_BYTES, memory_bytes // 4 // PAGE_BYTES * PAGE_BYTES)
+    scratch = _ScratchFile(folder, room, block_bytes)
     try:
-        with _ScratchFile(folder, block_bytes) as file:
-            write = file.stream(_Range(0, room), writes=True)  # writes what is read below
-            extent = file.written
-            read = file.stream(_Range(0, extent), writes=False)
-            half = max(block_bytes, extent // 2 // block_bytes * block_bytes)
-            both = file.both(_Range(0, half), _Range(min(half, extent - block_bytes), extent))
-            latency_s = file.latency_s()
-            shares = file.compute_shares(_Range(0, extent), threads, memory_bytes)
-    except OSError as error:
-        raise TierError(f"cannot measure the disk of {folder}: {error}") from error
+        extent = scratch.fill()
+        half = max(block_bytes, extent // 2 // block_bytes * block_bytes)
+        write = scratch.rate(_Range(0, extent), writes=True)
+        read = scratch.rate(_Range(0, extent), writes=False)
+        both = scratch.both(_Range(0, half), _Range(min(half, extent - block_bytes), extent))
+        latency_s = scratch.latency_s(extent)
+        shares = scratch.compute_shares(_Range(0, extent), threads, memory_bytes)
+    finally:
+        scratch.file.close()
     return DiskRates(
         read_bytes_per_s=read,
         write_bytes_per_s=write,
@@ -214,95 +222,67 @@ class _Range:
 
 
 class _ScratchFile:
-    """An unlinked file with direct I/O where the file system has it, and two aligned buffers."""
+    """A file as the disk tier has it, and a buffer for each direction."""
 
-    def __init__(self, folder: Path, block_bytes: int) -> None:
+    def __init__(self, folder: Path, nbytes: int, block_bytes: int) -> None:
+        with warnings.catch_warnings():  # the disk tier itself warns of what it cannot do
+            warnings.simplefilter("ignore", RuntimeWarning)
+            self.file = DiskFile(folder, nbytes)
         self.block_bytes = block_bytes
-        self.written = 0
-        descriptor, path = tempfile.mkstemp(prefix="elixir-measure-", dir=folder)
-        self.direct = True
-        try:
-            try:
-                self.descriptor = os.open(path, os.O_RDWR | os.O_DIRECT)
-            except OSError:  # tmpfs and some network file systems
-                self.descriptor = os.open(path, os.O_RDWR)
-                self.direct = False
-        finally:
-            os.close(descriptor)
-            os.unlink(path)
-        # Anonymous shared mappings: aligned, and safe for direct I/O if somebody forks.
-        self.maps = [mmap.mmap(-1, block_bytes) for _ in range(2)]
-        for buffer in self.maps:
-            buffer.write(os.urandom(PAGE_BYTES) * (block_bytes // PAGE_BYTES))
+        self.buffers = [memoryview(anonymous_mapping(block_bytes)) for _ in range(2)]
+        for buffer in self.buffers:
+            _scatter(buffer)
+            buffer[:] = os.urandom(PAGE_BYTES) * (block_bytes // PAGE_BYTES)
 
-    def __enter__(self) -> "_ScratchFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
-
-    def stream(
-        self, extent: _Range, *, writes: bool, stop: threading.Event | None = None, buffer: int = 0
-    ) -> float:
-        """Bytes per second over `extent`, for EXPERIMENT_S; without `stop` at most one pass,
-        with it round and round until it is set."""
-        moved = 0
-        offset = extent.start
+    def fill(self) -> int:
+        """Write the file as far as FILL_S lets it; the bytes that it has then, two blocks or
+        more."""
+        written = 0
         start = perf_counter()
-        while True:
-            memory = [self.maps[buffer]]
-            if writes:
-                count = os.pwritev(self.descriptor, memory, offset)
-                self.written = max(self.written, offset + count)
-            else:
-                count = os.preadv(self.descriptor, memory, offset)
-            if not count:
-                raise OSError(f"no bytes at offset {offset} of the measured file")
-            moved += count
-            # A short count (a file system's own limit) must not leave later offsets crooked.
-            offset += count // PAGE_BYTES * PAGE_BYTES or self.block_bytes
-            if stop is None and perf_counter() - start >= EXPERIMENT_S:
+        while written + self.block_bytes <= self.file.nbytes:
+            self.file.write(self.buffers[1], written)
+            written += self.block_bytes
+            if perf_counter() - start >= FILL_S and written >= 2 * self.block_bytes:
                 break
-            if stop is not None and stop.is_set():
-                break
+        return written
+
+    def stream(self, extent: _Range, stop: threading.Event, *, writes: bool) -> float:
+        """Bytes per second over `extent`, round and round until `stop`."""
+        move = self.file.write if writes else self.file.read
+        buffer = self.buffers[writes]
+        moved, offset = 0, extent.start
+        start = perf_counter()
+        while not moved or not stop.is_set():
+            move(buffer, offset)
+            moved += self.block_bytes
+            offset += self.block_bytes
             if offset + self.block_bytes > extent.end:
-                if stop is None:
-                    break
                 offset = extent.start
-        self._leave_cache(writes)
         return moved / (perf_counter() - start)
 
-    def _leave_cache(self, writes: bool) -> None:
-        if self.direct:
-            return
-        if writes:
-            os.fdatasync(self.descriptor)
-        os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    def rate(self, extent: _Range, *, writes: bool) -> float:
+        """Bytes per second of one direction alone."""
+        with self._streaming(extent, writes=writes) as moving:
+            sleep(DISK_S)
+        return moving.bytes_per_s
 
     def both(self, reads: _Range, writes: _Range) -> float:
         """Bytes per second of a reader and a writer together."""
-        stop = threading.Event()
-        with self._streaming(reads, stop, writes=False) as reader:
-            rate = self._until(stop, writes)
-        return rate + reader[0]
+        with (
+            self._streaming(reads, writes=False) as reader,
+            self._streaming(writes, writes=True) as writer,
+        ):
+            sleep(DISK_S)
+        return reader.bytes_per_s + writer.bytes_per_s
 
-    def _until(self, stop: threading.Event, extent: _Range) -> float:
-        timer = threading.Timer(EXPERIMENT_S, stop.set)
-        timer.start()
-        try:
-            return self.stream(extent, writes=True, stop=stop, buffer=1)
-        finally:
-            timer.cancel()
-            timer.join()
-
-    def latency_s(self) -> float:
+    def latency_s(self, extent: int) -> float:
         """Seconds of the smallest read."""
-        page = [memoryview(self.maps[0])[:PAGE_BYTES]]
+        page = self.buffers[0][:PAGE_BYTES]
         runs = []
         for index in range(16):
-            offset = index * 37 * PAGE_BYTES % (self.written - PAGE_BYTES)
+            offset = index * 37 * PAGE_BYTES % (extent - PAGE_BYTES)
             start = perf_counter()
-            os.preadv(self.descriptor, page, offset // PAGE_BYTES * PAGE_BYTES)
+            self.file.read(page, offset // PAGE_BYTES * PAGE_BYTES)
             runs.append(perf_counter() - start)
         return statistics.median(runs)
 
@@ -322,8 +302,7 @@ class _ScratchFile:
             return count / (perf_counter() - start)
 
         def share(writes: bool, alone: float) -> float:
-            stop = threading.Event()
-            with self._streaming(extent, stop, writes=writes):
+            with self._streaming(extent, writes=writes):
                 beside = products(EXPERIMENT_S)
             return min(0.95, max(0.0, 1 - beside / alone))
 
@@ -333,25 +312,41 @@ class _ScratchFile:
             return share(False, alone), share(True, alone)
 
     @contextmanager
-    def _streaming(
-        self, extent: _Range, stop: threading.Event, *, writes: bool
-    ) -> Iterator[list[float]]:
-        """A thread that streams until `stop`; the list then holds its rate."""
-        rates: list[float] = []
-        errors: list[OSError] = []
+    def _streaming(self, extent: _Range, *, writes: bool) -> "Iterator[_Moving]":
+        """A thread that streams meanwhile; its rate is known in the end."""
+        stop = threading.Event()
+        moving = _Moving()
+        errors: list[TierError] = []
 
         def run() -> None:
             try:
-                rates.append(self.stream(extent, writes=writes, stop=stop))
-            except OSError as error:
+                moving.bytes_per_s = self.stream(extent, stop, writes=writes)
+            except TierError as error:
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="elixir-measure")
         thread.start()
         try:
-            yield rates
+            yield moving
         finally:
             stop.set()
             thread.join()
         if errors:
             raise errors[0]
+
+
+def _scatter(buffer: memoryview) -> None:
+    """Touch fresh memory page by page in no order, so that its pages lie anywhere in RAM, as those
+    of a run do. Where neighbours happen to be neighbours in RAM too a read was twice as fast
+    (measured through virtio: 2.7 and 1.35 GB/s), and that is luck."""
+    pages = list(range(0, buffer.nbytes, PAGE_BYTES))
+    Random(0).shuffle(pages)
+    for page in pages:
+        buffer[page] = 0
+
+
+@dataclass(slots=True)
+class _Moving:
+    """What a thread moves; its rate once it has ended."""
+
+    bytes_per_s: float = 0.0
