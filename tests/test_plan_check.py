@@ -340,7 +340,9 @@ def made() -> Plan:
     return plan
 
 
-@pytest.mark.parametrize("edit", EDITS.keys() - ELSEWHERE, ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize(
+    "edit", [edit for edit in EDITS if edit not in ELSEWHERE], ids=lambda edit: edit.__name__
+)
 def test_compile_refuses_it_before_anything_moves(edit: Edit, made: Plan, tmp_path: Path) -> None:
     edited(made, edit).save(tmp_path / "plan.json")
     model = Net()

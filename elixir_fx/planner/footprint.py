@@ -261,12 +261,12 @@ class Footprint:
         live = self.live_kept if layout.keeps_all else self.live
         arrived = np.zeros(len(live), dtype=np.int64)
         gradients = 0
-        for sizes in self.sizes:
-            if sizes.chunk.homes.gradients is not Tier.DEVICE:
+        for chunk, sizes in zip(layout.chunks, self.sizes, strict=True):
+            if chunk.homes.gradients is not Tier.DEVICE:
                 continue
             nbytes = sizes.ordinary[Part.GRADIENTS]
             gradients += nbytes
-            position = self.reduces.get(sizes.chunk.id)
+            position = self.reduces.get(chunk.id)
             if position is not None and not layout.keeps_all:
                 arrived[position + 1 :] += nbytes
         always = self.constant([chunk.homes for chunk in layout.chunks]) + layout.arena_bytes
