@@ -1,6 +1,7 @@
 """The bound against every plan there is: a bound that a plan beats is worse than none."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
@@ -73,15 +74,11 @@ def check(problem: Instance, group: Group, micro_batches: int) -> int:
         micro_batches=micro_batches,
     )
     steps = list(random_layouts_s(space, Random(problem.title), 8))
-    try:
+    with suppress(PlanError):
         steps.append(search(facts, machine, limits, {}, group, micro_batches).forecast.step_s)
-    except PlanError:
-        pass
     for policy in POLICIES.values() if micro_batches == 1 else ():
-        try:
+        with suppress(PlanError):
             steps.append(policy(facts, machine, limits, group=group).forecast.step_s)
-        except PlanError:
-            continue
     for step_s in steps:
         assert bound_s <= step_s * (1 + ROUNDING), (problem.title, group, micro_batches)
     return len(steps)
