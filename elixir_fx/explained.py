@@ -4,59 +4,77 @@ Plain text of the standard library: a plan is read where neither torch nor the p
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 from elixir_fx.units import GIB, MIB, sizes, times
-
-
-class Plan(Protocol):
-    """What is read of a plan, whose module reads this one."""
-
-    @property
-    def forecast(self) -> Any: ...
-    @property
-    def layout(self) -> Any: ...
-    @property
-    def limits(self) -> Any: ...
-    @property
-    def schedules(self) -> Any: ...
-    @property
-    def what_if(self) -> Any: ...
-    @property
-    def worth(self) -> Any: ...
-
 
 PER_GIB = 4 * GIB  # a device with less has its memory's worth told by the 100 MiB
 LITTLE = 100 * MIB
 NEEDED = "needed"
+HOLDS = "what the device holds at the peak"
 
 
-def explained_text(plan: Plan) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Worth:
+    """What some of the device's bytes are for, at the step's peak. `lost_s` are the seconds that a
+    step would take longer without them, as far as the planner found; None where it has no other
+    way."""
+
+    purpose: str
+    nbytes: int
+    lost_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WhatIf:
+    """The step of the plan under another device budget; None where there is no plan."""
+
+    limit_bytes: int
+    step_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reasons:
+    """All that a plan says of itself. `held` are the bytes at the peak by purpose, for where there
+    is no `worth`; `exposed` seconds by cause."""
+
+    step_s: float
+    compute_s: float
+    lower_bound_s: float
+    gap: float
+    peak_bytes: int
+    limit_bytes: int
+    exposed: tuple[tuple[str, float], ...]
+    held: tuple[tuple[str, int], ...]
+    worth: tuple[Worth, ...]
+    what_if: tuple[WhatIf, ...]
+
+
+def explained_text(reasons: Reasons) -> str:
     """What the device's memory buys, what would change with more or less, what is waited for."""
-    forecast = plan.forecast
     near = "no bound is known"
-    if forecast.lower_bound_s:
-        near = f"no plan takes less than {times(forecast.lower_bound_s)}: gap {forecast.gap:.1%}"
+    if reasons.lower_bound_s:
+        near = f"no plan takes less than {times(reasons.lower_bound_s)}: gap {reasons.gap:.1%}"
     lines = [
-        f"a step of {times(forecast.step_s)} on {sizes(forecast.peak_device_bytes)} of the "
-        f"device's {sizes(plan.limits.device)}; {near}",
+        f"a step of {times(reasons.step_s)} on {sizes(reasons.peak_bytes)} of the "
+        f"device's {sizes(reasons.limit_bytes)}; {near}",
         "",
-        *(_worth(plan) if plan.worth else _known(plan)),
+        *(_worth(reasons) if reasons.worth else _held(reasons)),
     ]
-    if plan.what_if:
-        lines += ["", *_what_if(plan)]
-    lines += ["", *_waits(plan)]
-    if not plan.worth:
+    if reasons.what_if:
+        lines += ["", *_what_if(reasons)]
+    lines += ["", *_waits(reasons)]
+    if not reasons.worth:
         lines += ["", "elixir_fx.plan(...).explain() also says what each part of the memory buys"]
     return "\n".join(lines) + "\n"
 
 
-def _worth(plan: Plan) -> list[str]:
+def _worth(reasons: Reasons) -> list[str]:
     """What the bytes are for, and what they buy."""
-    small = plan.limits.device < PER_GIB
+    small = reasons.limit_bytes < PER_GIB
     unit, name = (LITTLE, "100 MiB") if small else (GIB, "GiB")
-    rows = [("what the device holds at the peak", "", "without it", f"for each {name}")]
-    for worth in plan.worth:
+    rows = [(HOLDS, "", "without it", f"for each {name}")]
+    for worth in reasons.worth:
         lost, each = NEEDED, ""
         if worth.lost_s is not None:
             lost = f"+{times(worth.lost_s)}"
@@ -65,40 +83,17 @@ def _worth(plan: Plan) -> list[str]:
     return _aligned(rows)
 
 
-def _known(plan: Plan) -> list[str]:
+def _held(reasons: Reasons) -> list[str]:
     """What the bytes are for, as far as a plan without the planner knows."""
-    layout, forecast = plan.layout, plan.forecast
-    rows = [("activations and gradients on their way", forecast.activation_bytes)]
-    for part in ("parameters", "gradients"):
-        rows.append((f"{part} at home", _home_bytes(plan, part)))
-    beside = layout.block_bytes - layout.shared_bytes
-    rows += [
-        ("gathered chunks", layout.gather_bytes),
-        ("gradients on their way home", layout.block_bytes),
-        ("ring of the update beyond these", layout.arena_bytes - layout.gather_bytes - beside),
-    ]
-    rest = forecast.peak_device_bytes - sum(nbytes for _, nbytes in rows)
-    rows.append(("states at home, buffers and the update's scratch", rest))
-    shown = [(what, sizes(nbytes)) for what, nbytes in rows if nbytes > 0]
-    return _aligned([("what the device holds at the peak", ""), *shown])
+    shown = [(what, sizes(nbytes)) for what, nbytes in reasons.held if nbytes > 0]
+    return _aligned([(HOLDS, ""), *shown])
 
 
-def _home_bytes(plan: Plan, part: str) -> int:
-    """Bytes of the parameters, or of their gradients, at home on the device."""
-    total = 0
-    for chunk in plan.layout.chunks:
-        home = chunk.homes.parameters if part == "parameters" else chunk.homes.gradients
-        if home == "device" and (part == "parameters" or chunk.trainable):
-            spans = sum(piece.span for piece in chunk.slices) * chunk.itemsize
-            total += chunk.share_bytes if chunk.sharded else spans
-    return total
-
-
-def _what_if(plan: Plan) -> list[str]:
-    step_s = plan.forecast.step_s
+def _what_if(reasons: Reasons) -> list[str]:
+    step_s = reasons.step_s
     rows = [("with another budget", "a step", "")]
-    for other in plan.what_if:
-        more = other.limit_bytes - plan.limits.device
+    for other in reasons.what_if:
+        more = other.limit_bytes - reasons.limit_bytes
         title = f"{sizes(other.limit_bytes)}, {sizes(abs(more))} {'more' if more > 0 else 'less'}"
         if other.step_s is None:
             rows.append((title, "no plan", ""))
@@ -108,13 +103,12 @@ def _what_if(plan: Plan) -> list[str]:
     return _aligned(rows)
 
 
-def _waits(plan: Plan) -> list[str]:
+def _waits(reasons: Reasons) -> list[str]:
     """Seconds beyond the computation, by cause, the longest first."""
-    forecast = plan.forecast
-    longest = sorted(forecast.exposed, key=lambda one: (-one[1], one[0]))
+    longest = sorted(reasons.exposed, key=lambda one: (-one[1], one[0]))
     if not longest:
-        return [f"all of the step is computation: {times(forecast.compute_s)}"]
-    rows = [("what the step waits for", times(forecast.exposed_s))]
+        return [f"all of the step is computation: {times(reasons.compute_s)}"]
+    rows = [("what the step waits for", times(sum(seconds for _, seconds in longest)))]
     return _aligned([*rows, *((cause, times(seconds)) for cause, seconds in longest)])
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from elixir_fx.demand import Demand
 from elixir_fx.errors import PlanError
-from elixir_fx.explained import explained_text
+from elixir_fx.explained import Reasons, WhatIf, Worth, explained_text
 from elixir_fx.machine import Tier
 
 T = TypeVar("T")
@@ -140,6 +140,13 @@ class Chunk:
     @property
     def nbytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of a part of it, as wide as its parameters, at home on the device of a rank."""
+        if self.sharded:
+            return self.share_bytes
+        return sum(piece.span for piece in self.slices) * self.itemsize
 
     @property
     def title(self) -> str:
@@ -327,25 +334,6 @@ class Schedule:
     demand: Demand | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Worth:
-    """What some of the device's bytes are for, at the step's peak. `lost_s` are the seconds that a
-    step would take longer without them, as far as the planner found; None where it has no other
-    way."""
-
-    purpose: str
-    nbytes: int
-    lost_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WhatIf:
-    """The step of the plan under another device budget; None where there is no plan."""
-
-    limit_bytes: int
-    step_s: float | None
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """One layout and the schedules made for it so far.
@@ -404,7 +392,39 @@ class Plan:
 
         Of a plan that `elixir_fx.plan` made. Any other says what it knows, without the seconds.
         """
-        return explained_text(self)
+        forecast = self.forecast
+        return explained_text(
+            Reasons(
+                step_s=forecast.step_s,
+                compute_s=forecast.compute_s,
+                lower_bound_s=forecast.lower_bound_s,
+                gap=forecast.gap,
+                peak_bytes=forecast.peak_device_bytes,
+                limit_bytes=self.limits.device,
+                exposed=forecast.exposed,
+                held=self._held(),
+                worth=self.worth,
+                what_if=self.what_if,
+            )
+        )
+
+    def _held(self) -> tuple[tuple[str, int], ...]:
+        """Device bytes at the peak, by purpose. What states take is known to the planner alone."""
+        layout, forecast = self.layout, self.forecast
+        chunks = layout.chunks
+        parameters = [c for c in chunks if c.homes.parameters is Tier.DEVICE]
+        gradients = [c for c in chunks if c.homes.gradients is Tier.DEVICE and c.trainable]
+        beside = layout.block_bytes - layout.shared_bytes
+        known = (
+            ("activations and gradients on their way", forecast.activation_bytes),
+            ("parameters at home", sum(chunk.own_bytes for chunk in parameters)),
+            ("gradients at home", sum(chunk.own_bytes for chunk in gradients)),
+            ("gathered chunks", layout.gather_bytes),
+            ("gradients on their way home", layout.block_bytes),
+            ("ring of the update beyond these", layout.arena_bytes - layout.gather_bytes - beside),
+        )
+        rest = forecast.peak_device_bytes - sum(nbytes for _, nbytes in known)
+        return (*known, ("states at home, buffers and the update's scratch", rest))
 
     def with_schedule(self, schedule: Schedule, keep: int = 8) -> "Plan":
         """This plan with one more schedule; the first stays, the oldest of the rest goes."""

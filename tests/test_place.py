@@ -1,9 +1,21 @@
+from collections.abc import Sequence
+
 from graphs_facts import Builder, gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from elixir_fx.plan import align
 from elixir_fx.planner.pack import pack
-from elixir_fx.planner.place import Use, core_bytes, extent, first_call, place, uses
+from elixir_fx.planner.place import (
+    Stay,
+    Use,
+    core_bytes,
+    extent,
+    first_call,
+    place,
+    returning,
+    uses,
+)
 
 
 def ring(chunks: int, nbytes: int = 4096) -> list[Use]:
@@ -113,3 +125,63 @@ def test_gathers_of_a_real_graph_stay_within_their_phase():
     check(stays, capacity, first_call(facts))
     for stay in stays:
         assert (stay.first >= facts.backward) == (stay.last >= facts.backward) == stay.backward
+
+
+class Cache:
+    """The rules of runtime/cache.py for calls that come in order: blocks by chunk; a load drops
+    whatever meets its place, and a chunk is at one place at a time."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int, int]] = {}
+
+    def find(self, stay: Stay) -> bool:
+        """Whether the chunk is at its place; it is afterwards."""
+        end = stay.offset + align(stay.nbytes)
+        if self.blocks.get(stay.chunk) == (stay.offset, end):
+            return True
+        self.blocks = {
+            chunk: (low, high)
+            for chunk, (low, high) in self.blocks.items()
+            if chunk != stay.chunk and not (low < end and stay.offset < high)
+        }
+        self.blocks[stay.chunk] = (stay.offset, end)
+        return False
+
+
+def replayed(stays: Sequence[Stay], passes: int) -> set[int]:
+    """The forward's stays that find their chunk in the last of so many passes."""
+    cache = Cache()
+    order = sorted(range(len(stays)), key=lambda i: (stays[i].start, stays[i].first))
+    found: set[int] = set()
+    for _ in range(passes):
+        found = set()
+        for index in order:
+            if cache.find(stays[index]) and not stays[index].backward:
+                found.add(index)
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([1, 2, 3, 5]), min_size=1, max_size=7),
+    room=st.integers(0, 20),
+)
+def test_what_returns_is_what_the_cache_still_has(sizes: list[int], room: int) -> None:
+    end = 40 * len(sizes)
+    needed = [
+        Use(i, size * 4096, (10 + 10 * i, 19 + 10 * i), (end - 10 * i, end + 9 - 10 * i))
+        for i, size in enumerate(sizes)
+    ]
+    stays = place(needed, core_bytes(needed) + room * 4096, 1)
+    assert stays is not None
+    for passes in (2, 3):
+        assert returning(stays) == replayed(stays, passes)
+
+
+def test_a_chunk_that_fits_alone_returns_and_one_that_was_replaced_does_not() -> None:
+    one = Stay(0, False, 4096, 0, 1, 10, 19)
+    assert returning([one]) == {0}
+    assert returning([one, Stay(1, True, 4096, 0, 20, 20, 29)]) == frozenset()
+    assert returning([one, Stay(1, True, 4096, 4096, 20, 20, 29)]) == {0}
+    assert returning([one, Stay(0, True, 4096, 4096, 20, 20, 29)]) == frozenset()  # elsewhere
+    assert returning([Stay(0, False, 0, 0, 1, 10, 19, resident=True)]) == frozenset()

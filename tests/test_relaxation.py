@@ -77,10 +77,8 @@ def check(problem: Instance, group: Group, micro_batches: int) -> int:
     with suppress(PlanError):
         steps.append(search(facts, machine, limits, {}, group, micro_batches).forecast.step_s)
     for policy in POLICIES.values() if micro_batches == 1 else ():
-        try:
+        with suppress(PlanError):
             steps.append(policy(facts, machine, limits, group=group).forecast.step_s)
-        except PlanError:
-            continue
     for step_s in steps:
         assert bound_s <= step_s * (1 + ROUNDING), (problem.title, group, micro_batches)
     return len(steps)

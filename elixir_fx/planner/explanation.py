@@ -23,9 +23,10 @@ from functools import cached_property
 from itertools import product
 
 from elixir_fx.errors import PlanError
+from elixir_fx.explained import WhatIf, Worth
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Group, Homes, Layout, Limits, Plan, WhatIf, Worth, align
+from elixir_fx.plan import Group, Homes, Layout, Limits, Plan, align
 from elixir_fx.planner.draft import Choice, Drafter
 from elixir_fx.planner.footprint import Footprint, Part, away, home
 from elixir_fx.planner.forecast import Player
