@@ -176,24 +176,6 @@ def test_gradients_live_until_their_reduce_and_without_one_to_the_end():
     assert list(together.live) == [0, 0, 1000, 1000, 1000 + grown, 2 * grown, 0]
 
 
-def test_the_first_backward_of_a_step_finds_no_gradients():
-    player, layout, _ = lay(two_layers(), cpu(), Homes())
-    footprint, grown = player.footprint, 1 << 22
-    always = footprint.constant([Homes(), Homes()]) + layout.arena_bytes
-    assert footprint.step_peak(layout, 2) == footprint.layout_peak(layout) == always + 2 * grown
-    assert footprint.step_peak(layout, 1) == always + footprint.kept_update_bytes
-
-
-def test_gradients_that_stay_on_the_device_take_memory_from_their_reduce_on():
-    away = Homes(parameters=Tier.DISK)
-    player, layout, _ = lay(two_layers(), cpu(), away)
-    footprint, grown = player.footprint, 1 << 22
-    # When gb is complete nothing else is; when ga is, gb has become p.grad.
-    always = footprint.constant([away, away]) - 2 * grown + layout.arena_bytes
-    assert footprint.step_peak(layout, 1) >= always + 2 * grown
-    assert footprint.step_peak(layout, 1) < footprint.layout_peak(layout)
-
-
 def test_largest_storages_are_named_for_people():
     player, layout, stays = lay(two_layers(), cpu(), Homes(parameters=Tier.DISK))
     made = forecast(player, layout, stays, Limits(device=1 << 30, disk=1 << 30))

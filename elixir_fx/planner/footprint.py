@@ -252,27 +252,6 @@ class Footprint:
         live = self.live_kept if layout.keeps_all else self.live
         return self.demand(layout, [str(live.max(initial=0))]).peak({}, held_bytes)
 
-    def step_peak(self, layout: Layout, micro_batches: int) -> int:
-        """Device bytes at the peak of a step of so many backwards, the first of which finds no
-        gradients (`zero_grad()` lets them go). `layout_peak` is that of a step that adds to what
-        is there, which budgets must allow for."""
-        if micro_batches > 1 or layout.group.ranks > 1:
-            return self.layout_peak(layout)
-        live = self.live_kept if layout.keeps_all else self.live
-        arrived = np.zeros(len(live), dtype=np.int64)
-        gradients = 0
-        for chunk, sizes in zip(layout.chunks, self.sizes, strict=True):
-            if chunk.homes.gradients is not Tier.DEVICE:
-                continue
-            nbytes = sizes.ordinary[Part.GRADIENTS]
-            gradients += nbytes
-            position = self.reduces.get(chunk.id)
-            if position is not None and not layout.keeps_all:
-                arrived[position + 1 :] += nbytes
-        always = self.constant([chunk.homes for chunk in layout.chunks]) + layout.arena_bytes
-        in_graphs = int((live + arrived).max(initial=0)) - gradients
-        return always + max(in_graphs, self.layout_update_bytes(layout))
-
     def demand(self, layout: Layout, live: Iterable[str]) -> Demand:
         """What a layout takes on the device, with formulas for what is live in it."""
         constant = self.constant([chunk.homes for chunk in layout.chunks])

@@ -322,7 +322,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
             player.micro_batches,
             timing.step_s,
         ),
-        peak_device_bytes=footprint.step_peak(layout, player.micro_batches),
+        peak_device_bytes=footprint.layout_peak(layout),
         peak_host_bytes=layout.host_bytes
         + layout.staging_bytes
         + footprint.layout_host_update_bytes(layout),
