@@ -481,7 +481,7 @@ def test_no_trainable_parameters(tmp_path: Path) -> None:
     given = X[:2].clone().requires_grad_()
     same(plain(given).sum(), net(given).sum())
     plan = state(model).plan
-    assert plan.layout.mapped_bytes > weights // 4
+    assert plan.layout.mapped_bytes > weights // 5
     same(plain.state_dict(), model.state_dict())
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
