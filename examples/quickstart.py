@@ -18,10 +18,10 @@ with tempfile.TemporaryDirectory(dir=".") as folder:
         model,
         optimizer=optimizer,
         example_inputs=(x,),
-        memory="16MiB",
+        memory="12MiB",
         disk=folder,
     )
-    print(f"training state: {state_bytes / 2**20:.1f} MiB, memory: 16 MiB")
+    print(f"training state: {state_bytes / 2**20:.1f} MiB, memory: 12 MiB")
     for step in range(5):
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
