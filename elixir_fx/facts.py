@@ -149,6 +149,10 @@ class Facts:
     def trains(self) -> bool:
         return self.backward < len(self.nodes)
 
+    def updates(self, parameter: Parameter) -> bool:
+        """Whether the optimizer changes a parameter in this step."""
+        return self.trains and parameter.trainable and parameter.gradient is not None
+
     @property
     def compute_s(self) -> float:
         return sum(cost.seconds for cost in self.costs)

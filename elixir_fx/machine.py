@@ -141,10 +141,15 @@ class Machine:
 
     def link(self, source: Tier, target: Tier) -> Link:
         """The link from one tier to the other; PlanError if the machine has none."""
-        for link in self.links:
-            if link.source == source and link.target == target:
-                return link
-        raise PlanError(f"machine {self.name!r} has no link from {source} to {target}")
+        link = self.find_link(source, target)
+        if link is None:
+            raise PlanError(f"machine {self.name!r} has no link from {source} to {target}")
+        return link
+
+    def find_link(self, source: Tier, target: Tier) -> Link | None:
+        """The link from one tier to the other, None if the machine has none."""
+        found = (x for x in self.links if x.source == source and x.target == target)
+        return next(found, None)
 
     def flops(self, dtype: str) -> float:
         """Floating-point operations per second in `dtype`, float32's where unknown."""

@@ -200,7 +200,7 @@ def test_a_disk_that_is_unfit_is_refused(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwritev", full)
-    with pytest.raises(TierError, match="No space left"):
+    with pytest.raises(TierError, match=r"disk=.*No space left"):
         this_machine(CPU, tmp_path, threads=1)
     monkeypatch.setattr(rates, "FILE_BYTES", MIB)
     with pytest.raises(TierError, match="too little for a disk tier"):

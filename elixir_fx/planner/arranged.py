@@ -13,8 +13,8 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts, Parameter
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Group, Homes, Layout, Limits, Plan, align
-from elixir_fx.planner.draft import STAGING_BLOCKS
-from elixir_fx.planner.footprint import Footprint, Part, away, home
+from elixir_fx.planner.draft import staging_bytes
+from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player
 from elixir_fx.planner.pack import away_tiers, pack, pinned_tiers
 from elixir_fx.planner.place import (
@@ -23,6 +23,7 @@ from elixir_fx.planner.place import (
     core_bytes,
     extent,
     first_call,
+    idle_bytes,
     in_order,
     resident,
     uses,
@@ -176,12 +177,7 @@ class Arranger:
 
     def _layout(self, footprint: Footprint) -> Layout:
         """The homes alone, without an arena."""
-        held = {Tier.HOST: 0, Tier.DISK: 0}
-        for size in footprint.sizes:
-            for part in Part:
-                tier = home(size.chunk.homes, part)
-                if tier is not Tier.DEVICE:
-                    held[tier] += size.packed[part]
+        held = footprint.tier_bytes(footprint.chunks)
         staged = held[Tier.DISK] and not self.machine.unified
         return Layout(
             chunks=footprint.chunks,
@@ -199,20 +195,16 @@ class Arranger:
     def _staging(self, packed: Iterable[Mapping[Part, int]]) -> int:
         """Host memory between disk and device."""
         block = max((max(parts.values()) for parts in packed), default=0)
-        host = self.limits.host
-        return min(STAGING_BLOCKS * block, max(host // 4, min(block, host)))
+        return staging_bytes(block, self.limits)
 
     def _complete(
         self, draft: Layout, footprint: Footprint, gather_bytes: int, blocks: int, ring: int
     ) -> Layout:
         block = self._gradient_block(draft)
         needed = uses(self.facts, [c for c in draft.chunks if draft.takes_block(c)])
-        idle = sorted(  # another graph may read what this one does not: two at once
-            align(chunk.nbytes)
-            for chunk in draft.chunks
-            if draft.takes_block(chunk) and chunk.id not in {use.chunk for use in needed}
-        )
-        gather_bytes = max(gather_bytes, core_bytes(needed), sum(idle[-2:]))
+        read = {use.chunk for use in needed}
+        idle = (c.nbytes for c in draft.chunks if draft.takes_block(c) and c.id not in read)
+        gather_bytes = max(gather_bytes, core_bytes(needed), idle_bytes(idle))
         layout = replace(
             draft,
             gather_bytes=gather_bytes,

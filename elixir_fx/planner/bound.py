@@ -48,9 +48,10 @@ What must cross the links within the forward and the backward is the relaxation'
 from dataclasses import dataclass
 
 from elixir_fx.facts import Facts
-from elixir_fx.machine import Link, Machine, Tier
+from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
 from elixir_fx.planner.relaxation import relax
+from elixir_fx.planner.wires import together
 
 PROVED = 1e-4  # a plan this close to a bound needs no better one
 
@@ -103,9 +104,7 @@ def simple_bound_s(
         whole_s = update_compute_s(facts, machine)
         update_s = max(update_s, whole_s / group.ranks if cut else whole_s)
         if group.ranks > 1 and not group.shared:
-            trained = sum(
-                p.nbytes for p in facts.parameters if _updated(facts, p.gradient, p.trainable)
-            )
+            trained = sum(p.nbytes for p in facts.parameters if facts.updates(p))
             others = trained * (group.ranks - 1) // group.ranks
             step_s = max(step_s, pair_s(machine, Tier.DEVICE, Tier.PEERS, others, others))
     return max(step_s, micro_batches * facts.compute_s + update_s)
@@ -119,16 +118,12 @@ def update_compute_s(facts: Facts, machine: Machine) -> float:
     nbytes = sum(
         p.span * facts.optimizer.of(p.dtype).read_bytes
         for p in facts.parameters
-        if _updated(facts, p.gradient, p.trainable)
+        if facts.updates(p)
     )
     rate = machine.update_bytes_per_s(Tier.DEVICE)
     if machine.updates_on_host:
         rate += machine.update_bytes_per_s(Tier.HOST)
     return nbytes / rate
-
-
-def _updated(facts: Facts, gradient: int | None, trainable: bool) -> bool:
-    return facts.trains and trainable and gradient is not None
 
 
 def _pairs(machine: Machine, device: int, host: int) -> list[tuple[Tier, Tier, int]]:
@@ -146,7 +141,7 @@ def _least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
     optimizer = facts.optimizer
     trained = changed = other = 0
     for parameter in facts.parameters:
-        if _updated(facts, parameter.gradient, parameter.trainable):
+        if facts.updates(parameter):
             each = optimizer.of(parameter.dtype).state_bytes if optimizer is not None else 0
             changed += parameter.nbytes + parameter.span * each
             trained += 2 * parameter.nbytes + parameter.span * each
@@ -159,21 +154,15 @@ def _least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
 
 def pair_s(machine: Machine, near: Tier, far: Tier, reads: int, writes: int) -> float:
     """Least seconds for bytes over the two links between a nearer and a farther tier."""
-    into = _link(machine, far, near)
-    back = _link(machine, near, far)
+    into = machine.find_link(far, near)
+    back = machine.find_link(near, far)
     if into is None or back is None:
         return 0.0
     rate_in, rate_out = into.bytes_per_s, back.bytes_per_s
-    both_in = min(rate_in, into.shared_bytes_per_s * rate_in / (rate_in + rate_out))
-    both_out = min(rate_out, back.shared_bytes_per_s * rate_out / (rate_in + rate_out))
-    together = min(reads / both_in, writes / both_out)
+    both_in, both_out = together(into, back), together(back, into)
+    both_s = min(reads / both_in, writes / both_out)
     if both_in / rate_in + both_out / rate_out < 1:
-        together = 0.0
-    alone_in = max(0.0, reads - together * both_in) / rate_in
-    alone_out = max(0.0, writes - together * both_out) / rate_out
-    return together + alone_in + alone_out
-
-
-def _link(machine: Machine, source: Tier, target: Tier) -> Link | None:
-    found = (x for x in machine.links if x.source == source and x.target == target)
-    return next(found, None)
+        both_s = 0.0
+    alone_in = max(0.0, reads - both_s * both_in) / rate_in
+    alone_out = max(0.0, writes - both_s * both_out) / rate_out
+    return both_s + alone_in + alone_out

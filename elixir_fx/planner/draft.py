@@ -30,7 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Homes, Layout, Limits, align
+from elixir_fx.plan import Chunk, Homes, Layout, Limits
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part
 from elixir_fx.planner.order import LETTERS, ORDERS, Item, Order, spread
 from elixir_fx.planner.pack import away_tiers
@@ -40,6 +40,7 @@ from elixir_fx.planner.place import (
     core_bytes,
     extent,
     first_call,
+    idle_bytes,
     in_order,
     place,
     resident,
@@ -64,8 +65,7 @@ class Choice:
     home in this order: those in `first`; of each part as many bytes as `quotas` say, and then
     the rest, as `order` ranks them; never those in `never`. `on_host` is the share of the bytes
     of trained chunks that is updated on the host. The nearer tiers get the parts away in the
-    order of `spill`. `fill` False leaves the device budget beyond
-    the least memory unused.
+    order of `spill`. `fill` False leaves the device budget beyond the least memory unused.
     """
 
     chunk_bytes: int
@@ -434,8 +434,8 @@ class Drafter:
             gathered = self._uses(parts)
             idle = takes.copy()
             idle[[use.chunk for use in gathered]] = False
-            unread = sorted(align(int(nbytes)) for nbytes in self._tally.nbytes[idle])
-            self._known_cores[key] = max(core_bytes(gathered), sum(unread[-2:]))
+            unread = idle_bytes(self._tally.nbytes[idle].tolist())
+            self._known_cores[key] = max(core_bytes(gathered), unread)
         return self._known_cores[key]
 
     @cached_property

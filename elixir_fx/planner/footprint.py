@@ -246,6 +246,16 @@ class Footprint:
             total += sum(ordinary.values()) - away(homes_of_one, ordinary)
         return total
 
+    def tier_bytes(self, chunks: Iterable[Chunk]) -> dict[Tier, int]:
+        """Bytes that the parts away of these chunks, this packing's, take on host and disk."""
+        held = {Tier.HOST: 0, Tier.DISK: 0}
+        for chunk, sizes in zip(chunks, self.sizes, strict=True):
+            for part, size in sizes.packed.items():
+                tier = home(chunk.homes, part)
+                if tier is not Tier.DEVICE:
+                    held[tier] += size
+        return held
+
     def layout_peak(self, layout: Layout, held_bytes: int = 0) -> int:
         """Device bytes of a layout at the step's peak. `held_bytes` are activations of other
         graphs that are there in forward and backward."""

@@ -22,7 +22,6 @@ the sum home. Ranks of one host that share memory read each other's instead.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 from elixir_fx.facts import Facts
@@ -106,14 +105,6 @@ class Player:
         wires = Wires(self.machine)
         Update(self.machine, self.footprint, layout, wires).play(())
         return wires.now
-
-    @cached_property
-    def accumulated_bytes(self) -> tuple[int, ...]:
-        """Bytes of the gradients of each chunk, which later micro-batches add to."""
-        return tuple(
-            chunk.nbytes if chunk.id in self.footprint.reduces else 0
-            for chunk in self.footprint.chunks
-        )
 
 
 class _Play:
@@ -226,7 +217,7 @@ class _Play:
             return
         if chunk.homes.gradients is Tier.DEVICE and self.layout.group.ranks == 1:
             if under.index:  # added to what is there: read both, write one
-                self._copy(3 * self.player.accumulated_bytes[chunk.id])
+                self._copy(3 * chunk.nbytes)
             return
         self._through_block(chunk, following, under)
 

@@ -69,17 +69,18 @@ def pinned_tiers(
 def away_tiers(machine: Machine, limits: Limits) -> tuple[Tier, ...]:
     """The tiers beside the device that have memory and links, the nearest first."""
     if machine.unified:
-        reached = limits.disk > 0 and _linked(machine, Tier.DEVICE, Tier.DISK)
+        reached = limits.disk > 0 and linked(machine, Tier.DEVICE, Tier.DISK)
         return (Tier.DISK,) if reached else ()
-    if limits.host <= 0 or not _linked(machine, Tier.DEVICE, Tier.HOST):
+    if limits.host <= 0 or not linked(machine, Tier.DEVICE, Tier.HOST):
         return ()  # a disk is reached through host memory
-    reached = limits.disk > 0 and _linked(machine, Tier.HOST, Tier.DISK)
+    reached = limits.disk > 0 and linked(machine, Tier.HOST, Tier.DISK)
     return (Tier.HOST, Tier.DISK) if reached else (Tier.HOST,)
 
 
-def _linked(machine: Machine, near: Tier, far: Tier) -> bool:
-    pairs = {(link.source, link.target) for link in machine.links}
-    return (near, far) in pairs and (far, near) in pairs
+def linked(machine: Machine, near: Tier, far: Tier) -> bool:
+    """Whether bytes can go from either tier to the other."""
+    ends = (machine.find_link(near, far), machine.find_link(far, near))
+    return None not in ends
 
 
 def chunk_sizes(facts: Facts) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_fx.facts import Facts
-from elixir_fx.plan import Chunk
+from elixir_fx.plan import Chunk, align
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +142,12 @@ def in_order(stays: Iterable[Stay]) -> tuple[Stay, ...]:
 def extent(stays: Iterable[Stay]) -> int:
     """Bytes of the gather area that stays take."""
     return max((stay.offset + stay.nbytes for stay in stays), default=0)
+
+
+def idle_bytes(chunks: Iterable[int]) -> int:
+    """Room to gather two chunks at once, of those of so many bytes that this graph does not read:
+    another one may."""
+    return sum(sorted(map(align, chunks))[-2:])
 
 
 def core_bytes(stays: Sequence[Use]) -> int:

@@ -32,7 +32,7 @@ from elixir_fx.planner.draft import ON_HOST, Drafter, staging_bytes
 from elixir_fx.planner.footprint import Part, away, home
 from elixir_fx.planner.forecast import Player
 from elixir_fx.planner.pack import away_tiers
-from elixir_fx.planner.place import Stay, extent, first_call, place, uses
+from elixir_fx.planner.place import Stay, extent, first_call, idle_bytes, place, uses
 
 FEW = 40_000  # homes that are all listed
 BLOCKS = 3  # gradient blocks tried
@@ -130,17 +130,17 @@ class Completer:
 
     def _bare(self, chunks: tuple[Chunk, ...]) -> Layout | None:
         """The layout without its arena; None if the tiers cannot hold what is away."""
-        held = {Tier.HOST: 0, Tier.DISK: 0}
-        blocks = [0]
-        for chunk, sizes in zip(chunks, self.player.footprint.sizes, strict=True):
-            for part, size in sizes.packed.items():
-                tier = home(chunk.homes, part)
-                if tier is not Tier.DEVICE and size:
-                    held[tier] += size
-                    blocks.append(size)
+        footprint = self.player.footprint
+        held = footprint.tier_bytes(chunks)
         staging = 0
         if not self.machine.unified and held[Tier.DISK]:
-            staging = staging_bytes(max(blocks), self.limits)
+            largest = max(
+                size
+                for chunk, sizes in zip(chunks, footprint.sizes, strict=True)
+                for part, size in sizes.packed.items()
+                if home(chunk.homes, part) is not Tier.DEVICE
+            )
+            staging = staging_bytes(largest, self.limits)
         layout = Layout(
             chunks=chunks,
             gather_bytes=0,
@@ -153,7 +153,7 @@ class Completer:
             staging_bytes=staging,
         )
         host = held[Tier.HOST] + staging
-        host += self.player.footprint.layout_host_update_bytes(layout)
+        host += footprint.layout_host_update_bytes(layout)
         fits = host <= self.limits.host and held[Tier.DISK] <= self.limits.disk
         return layout if fits and not layout.keeps_all else None
 
@@ -203,8 +203,7 @@ class Completer:
     def _core(self, gathered: Sequence[Chunk]) -> int:
         """The least gather area for other graphs, which may read two idle chunks at once."""
         read = {use.chunk for use in uses(self.player.facts, gathered)}
-        idle = sorted(chunk.nbytes for chunk in gathered if chunk.id not in read)
-        return sum(idle[-2:])
+        return idle_bytes(chunk.nbytes for chunk in gathered if chunk.id not in read)
 
     def _stays(self, gathered: Sequence[Chunk], area: int) -> tuple[Stay, ...] | None:
         key = (frozenset(chunk.id for chunk in gathered), area)

@@ -58,7 +58,7 @@ from elixir_fx.facts import Facts
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
 from elixir_fx.planner.segments import Task
-from elixir_fx.planner.wires import SLOWEST
+from elixir_fx.planner.wires import SLOWEST, together
 
 SAFETY = 1e-6  # of the optimum that is given up to the solver's tolerances
 
@@ -372,15 +372,14 @@ class _Programme:
         """Both directions alone, and together: what fits in a second is the hull of (r, 0),
         (r', w') and (0, w)."""
         r, w = into.bytes_per_s, back.bytes_per_s
-        both_r = min(r, into.shared_bytes_per_s * r / (r + w))
-        both_w = min(w, back.shared_bytes_per_s * w / (r + w))
+        both_r, both_w = together(into, back), together(back, into)
         if both_r / r + both_w / w < 1:
             both_r = both_w = 0.0
         self.rows.at_least([(1.0, seconds), *_scaled(reads, -1 / r)], 0.0)
         self.rows.at_least([(1.0, seconds), *_scaled(writes, -1 / w)], 0.0)
         if not both_r:
-            together = [*_scaled(reads, -1 / r), *_scaled(writes, -1 / w)]
-            self.rows.at_least([(1.0, seconds), *together], 0.0)
+            in_turn = [*_scaled(reads, -1 / r), *_scaled(writes, -1 / w)]
+            self.rows.at_least([(1.0, seconds), *in_turn], 0.0)
             return
         # Through (r, 0) and (r', w'): R / r + W (r - r') / (r w'); and through (0, w) likewise.
         for many, few, (rate, both), other in (

@@ -84,8 +84,8 @@ def search(
     """The best plan found for a step under `limits` of each rank, by the forecast's step time.
 
     `pins` fix the home of parameters, by parameter or module path; a step has `micro_batches`
-    forwards and backwards. PlanError if no plan
-    meets the limits, with the least device memory that would do.
+    forwards and backwards. PlanError if no plan meets the limits, with the least device memory
+    that would do.
     """
     space = Space(
         facts=facts,
@@ -232,8 +232,7 @@ class _Search:
         effort = self.effort
         least = self.played[0].draft
         arena = max(least.layout.arena_bytes + least.layout.shared_bytes, 1)
-        spills = SPILLS if self._spills else SPILLS[:1]
-        for share, spill, ring in product(self._shares, spills, RINGS):
+        for share, spill, ring in product(self._shares, self._spills, RINGS):
             self._try(
                 replace(
                     least.choice,
@@ -264,8 +263,8 @@ class _Search:
             # Room to gather the largest chunk and to pass its gradient on.
             ways += [(block + largest + 2 * size, 1), (block + largest + 6 * size, 1)]
             ways += [(2 * block + largest + 2 * size, 2)]
-            firsts, spills = self._outsized(size), SPILLS if self._spills else SPILLS[:1]
-            for (arena, blocks), first, spill in product(ways, firsts, spills):
+            firsts = self._outsized(size)
+            for (arena, blocks), first, spill in product(ways, firsts, self._spills):
                 self._try(
                     Choice(
                         chunk_bytes=size,
@@ -279,13 +278,14 @@ class _Search:
                 )
 
     @cached_property
-    def _spills(self) -> bool:
-        """Whether the nearest tier may not hold all that is away."""
+    def _spills(self) -> tuple[str, ...]:
+        """What to spill: one way is enough where the nearest tier holds all that is away."""
         space = self.space
         tiers = away_tiers(space.machine, space.limits)
         footprint = space.players[space.chunk_sizes[-1]].footprint
         total = sum(sum(size.packed.values()) for size in footprint.sizes)
-        return len(tiers) > 1 and total > space.limits.of(tiers[0])
+        several = len(tiers) > 1 and total > space.limits.of(tiers[0])
+        return SPILLS if several else SPILLS[:1]
 
     def _outsized(self, chunk_bytes: int) -> list[tuple[Item, ...]]:
         """Parts to bring home first, in several ways: of chunks that are larger than they should
@@ -403,9 +403,7 @@ class _Search:
         bounds = table.bounds_s(rows)
         best: list[Option] | None = None
         for row in np.argsort(bounds, kind="stable")[:most]:
-            if bounds[row] >= self.played[0].timing.step_s:
-                break
-            if self._done:
+            if bounds[row] >= self.played[0].timing.step_s or self._done:
                 break
             options = table.chosen(rows[row])
             self.effort -= COMPLETING * len(options)

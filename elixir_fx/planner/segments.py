@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from elixir_fx.facts import Facts, Parameter, Role
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import Group, Limits
+from elixir_fx.planner.footprint import NO_OPTIMIZER
+from elixir_fx.planner.pack import linked
 
 SEGMENTS = 18  # of forward and backward together
 UNITS = 1e3  # that all parameters together are, so that no coefficient is lost as too small
@@ -58,8 +60,7 @@ class Task:
     def far(self) -> Tier | None:
         """Where parts are that are not on the device; None where they cannot be."""
         tier = Tier.DISK if self.machine.unified else Tier.HOST
-        known = {(link.source, link.target) for link in self.machine.links}
-        there = {(tier, Tier.DEVICE), (Tier.DEVICE, tier)} <= known
+        there = linked(self.machine, Tier.DEVICE, tier)
         return tier if there and self.limits.of(tier) > 0 else None
 
     @property
@@ -144,21 +145,20 @@ class Task:
 
     def _bytes(self, parameters: Sequence[Parameter]) -> GroupBytes:
         optimizer = self.facts.optimizer
-        updated = [
-            p for p in parameters if self.facts.trains and p.trainable and p.gradient is not None
-        ]
-        kept = [(p.span, optimizer.of(p.dtype)) for p in updated] if optimizer is not None else []
+        updated = [p for p in parameters if self.facts.updates(p)]
+        each = [optimizer.of(p.dtype) if optimizer is not None else NO_OPTIMIZER for p in updated]
         spans = list(pairwise(self.cuts))
-        states = [p.span * (optimizer.of(p.dtype).state_bytes if optimizer else 0) for p in updated]
-        wholes = [2 * p.nbytes + kept for p, kept in zip(updated, states, strict=True)]
+        states = [p.span * one.state_bytes for p, one in zip(updated, each, strict=True)]
+        traffic = [p.span * one.read_bytes for p, one in zip(updated, each, strict=True)]
+        wholes = [2 * p.nbytes + held for p, held in zip(updated, states, strict=True)]
         times = [whole / p.nbytes for p, whole in zip(updated, wholes, strict=True)]
         unit = self.unit_bytes
         return GroupBytes(
             parameters=sum(p.nbytes for p in parameters) / unit,
             updated=sum(p.nbytes for p in updated) / unit,
             gradients=sum(p.nbytes for p in updated) / unit,
-            states=sum(span * facts.state_bytes for span, facts in kept) / unit,
-            traffic=sum(span * facts.read_bytes for span, facts in kept) / unit,
+            states=sum(states) / unit,
+            traffic=sum(traffic) / unit,
             reads=tuple(
                 sum(p.nbytes for p in parameters if any(low <= read < high for read in p.reads))
                 / unit
@@ -195,8 +195,7 @@ class Task:
 
     def link(self, source: Tier, target: Tier) -> Link | None:
         """A link with its rates in units."""
-        links = self.machine.links
-        found = next((x for x in links if (x.source, x.target) == (source, target)), None)
+        found = self.machine.find_link(source, target)
         if found is None:
             return None
         return replace(

@@ -44,9 +44,6 @@ class Parts:
         """How many parts are away."""
         return int(self.away.sum())
 
-    def is_away(self, item: Item) -> bool:
-        return bool(self.away[item[0], COLUMN[item[1]]])
-
     def put(self, item: Item, away: bool) -> None:
         self.away[item[0], COLUMN[item[1]]] = away
 

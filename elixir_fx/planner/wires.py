@@ -13,7 +13,7 @@ the other. Latency counts as bytes that the link would have moved meanwhile.
 from collections import deque
 from collections.abc import Sequence
 
-from elixir_fx.machine import Machine, Tier
+from elixir_fx.machine import Link, Machine, Tier
 
 Route = tuple[tuple[Tier, Tier], ...]
 NEVER = float("inf")
@@ -25,6 +25,12 @@ def route(machine: Machine, source: Tier, target: Tier) -> Route:
     if Tier.DISK in (source, target) and not machine.unified:
         return ((source, Tier.HOST), (Tier.HOST, target))
     return ((source, target),)
+
+
+def together(link: Link, back: Link) -> float:
+    """Bytes per second of a link while the other direction, `back`, is busy as well."""
+    rate = link.bytes_per_s
+    return min(rate, link.shared_bytes_per_s * (rate / (rate + back.bytes_per_s)))
 
 
 class _Transfer:
@@ -65,12 +71,8 @@ class Wires:
         for (source, target), link in links.items():
             back = links.get((target, source))
             rate = link.bytes_per_s
-            both = link.shared_bytes_per_s
-            if back is not None:
-                both *= rate / (rate + back.bytes_per_s)
-            self._streams[source, target] = _Stream(
-                rate, min(rate, both), link.latency_s, link.compute_share
-            )
+            both = min(rate, link.shared_bytes_per_s) if back is None else together(link, back)
+            self._streams[source, target] = _Stream(rate, both, link.latency_s, link.compute_share)
         for (source, target), stream in self._streams.items():
             stream.partner = self._streams.get((target, source), stream)
         self._all = tuple(self._streams.values())
