@@ -1,13 +1,19 @@
 """The planner as a whole. `check` recomputes by itself what a plan promises."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from graphs_facts import ADAMW, LBFGS, SGD, Builder, accelerator, cpu, gpt
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_steps import crowded, instance
 
+import elixir_fx
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Role
 from elixir_fx.machine import Tier
@@ -524,3 +530,56 @@ def test_lbfgs_cannot_be_cut_for_ranks():
     group, machine, limits = of_ranks("shared", 2)
     with pytest.raises(PlanError):
         search(facts, machine, replace(limits, device=HUGE), group=group)
+
+
+SAME = """
+import sys
+from hashlib import sha256
+from random_steps import crowded, instance
+from elixir_fx.errors import PlanError
+from elixir_fx.plan import ONE_RANK, Group
+from elixir_fx.planner import explained, search
+
+digest = sha256()
+for make in (instance, crowded):
+    for seed in range(2):
+        p = make(seed)
+        for group, batches in ((ONE_RANK, 1), (ONE_RANK, 3), (Group(ranks=2), 1)):
+            machine = p.machine.with_peers()
+            try:
+                plan = search(p.facts, machine, p.limits, {}, group, batches)
+            except PlanError as error:
+                digest.update(str(error).encode())
+                continue
+            plan = explained(p.facts, machine, p.limits, {}, group, batches, plan)
+            digest.update(plan.to_json().encode())
+print(digest.hexdigest())
+"""
+
+
+def test_the_same_inputs_give_the_same_plan_in_every_process():
+    """Bit for bit, whatever the order in which a process keeps its sets."""
+    folders = [str(Path(__file__).parent), str(Path(elixir_fx.__file__).parents[1])]
+    said = set()
+    for seed in ("0", "77"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(folders)}
+        done = subprocess.run(
+            [sys.executable, "-c", SAME],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        said.add(done.stdout)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_computes_all_of_its_graph(seed, micro_batches):
+    problem = (instance, crowded)[seed % 2](seed)
+    limits = replace(problem.limits, device=2 * problem.limits.device)
+    plan = search(problem.facts, problem.machine, limits, micro_batches=micro_batches)
+    assert plan.forecast.compute_s >= micro_batches * problem.facts.compute_s * (1 - 1e-12)
+    assert plan.forecast.step_s >= plan.forecast.compute_s * (1 - 1e-12)
+    assert plan.forecast.micro_batches == micro_batches
