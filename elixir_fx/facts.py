@@ -126,12 +126,49 @@ class OptimizerFacts:
         return sum(size for _, size in self.states)
 
 
+def again(name: str) -> str:
+    """What the repetition of a node, and its memory, is called."""
+    return f"{name}_again"
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """What one node computes from, by positions.
+
+    `sources` are the nodes that it reads, `root` the one that allocated the memory of its result
+    (itself, but for views and in-place operations). `repeats`: computed again from the same
+    sources it gives the same bits and changes nothing else; False for what draws random numbers
+    or writes in place. `derives` is the path of the parameter that its value follows from alone,
+    by views and cheap copies.
+    """
+
+    sources: tuple[int, ...]
+    root: int
+    repeats: bool
+    derives: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Departure:
+    """A storage that leaves the device in the forward and comes back in the backward.
+
+    It is copied away after the node at `leaves`, its last reader in the forward, and read back
+    into the gather area for the positions `first` to `last`.
+    """
+
+    storage: str
+    nbytes: int
+    leaves: int
+    first: int
+    last: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
     """All that is known of a step before anything is decided.
 
     `backward` is the position of the first backward node; len(nodes) if there is none.
-    `costs[i]` belongs to `nodes[i]`. `parameters` stand in order of first use.
+    `costs[i]` and `flow[i]` belong to `nodes[i]`. `parameters` stand in order of first use.
     """
 
     key: str  # a stable digest of the graph: same step, same key
@@ -144,6 +181,8 @@ class Facts:
     buffer_bytes: int = 0
     optimizer: OptimizerFacts | None = None
     missing: tuple[str, ...] = field(default=())  # operator keys that nobody measured
+    flow: tuple[Flow, ...] = ()  # by node; empty where activations are not the planner's to choose
+    departures: tuple[Departure, ...] = ()  # decided already (see planner.activations)
 
     @property
     def trains(self) -> bool:

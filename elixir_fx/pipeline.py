@@ -15,9 +15,11 @@ from elixir_fx.machine import Machine
 from elixir_fx.passes.align import align
 from elixir_fx.passes.communication_cost import communication_cost
 from elixir_fx.passes.compute_cost import compute_cost
+from elixir_fx.passes.dataflow import dataflow
 from elixir_fx.passes.gather import gather
 from elixir_fx.passes.lifetime import lifetime
 from elixir_fx.passes.prefetch import prefetch
+from elixir_fx.passes.recompute import recompute
 from elixir_fx.passes.reduce import reduce
 from elixir_fx.passes.release import release
 from elixir_fx.passes.split_views import split_views
@@ -60,8 +62,10 @@ PIPELINE = Pipeline(
         lifetime,  # first: the others cost what it found
         compute_cost,
         communication_cost,
+        dataflow,
     ),
     transforms=(
+        recompute,  # what the backward reads is settled first
         split_views,  # each phase gets readers of its own, so that it can gather on its own
         gather,  # readers then look at gathered chunks
         release,  # after the last of those readers

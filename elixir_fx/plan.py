@@ -18,7 +18,7 @@ from elixir_fx.machine import Tier
 
 T = TypeVar("T")
 
-VERSION = 5
+VERSION = 6
 ALIGNMENT_BYTES = 4096  # of every slice, block and region: direct I/O works on any of them
 
 
@@ -281,6 +281,15 @@ class Reduce:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Recompute:
+    """Node `node` of the forward runs once more in the backward, before node `before`; what the
+    backward reads of it from there on is what it gave then."""
+
+    node: str
+    before: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """What the planner expects of one steady step of `micro_batches` forwards and backwards and
     an update. Names as in `ElixirModule.stats()`.
@@ -321,6 +330,7 @@ class Forecast:
 class Schedule:
     """When chunks move in one captured graph, and what that is expected to cost.
 
+    `recomputes` stand in their order: what a node reads is repeated ahead of it, or still there.
     Of a graph whose dynamic dimensions have names, `sizes` are these with the values that the
     forecast is for, and `demand` says the device memory at others.
     """
@@ -330,6 +340,7 @@ class Schedule:
     gathers: tuple[Gather, ...]
     reduces: tuple[Reduce, ...]
     forecast: Forecast
+    recomputes: tuple[Recompute, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     demand: Demand | None = None
 
@@ -500,6 +511,7 @@ def _schedule(data: dict[str, Any]) -> Schedule:
         gathers=tuple(Gather(**entry) for entry in data["gathers"]),
         reduces=tuple(Reduce(**entry) for entry in data["reduces"]),
         forecast=Forecast(**forecast),
+        recomputes=tuple(Recompute(**entry) for entry in data["recomputes"]),
         sizes=sizes,
         demand=_demand(data["demand"], dict(sizes)),
     )

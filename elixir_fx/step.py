@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from elixir_fx.errors import CaptureError
-from elixir_fx.facts import Cost, Facts, Moves, OptimizerFacts, Parameter, Role, Storage
+from elixir_fx.facts import Cost, Facts, Flow, Moves, OptimizerFacts, Parameter, Role, Storage
 from elixir_fx.plan import Chunk, Gather, Layout, Schedule
 
 STEP_NAME = "elixir_step"  # begins the name of the function that calls a captured model
@@ -103,6 +103,7 @@ class StepGraph:
     costs: tuple[Cost, ...] = ()
     moves: tuple[Moves, ...] = ()
     missing: tuple[str, ...] = ()
+    flow: tuple[Flow, ...] = ()
     storage_formulas: Mapping[str, sympy.Expr] = field(default_factory=dict)  # bytes, by name
     node_formulas: Mapping[str, sympy.Expr] = field(default_factory=dict)  # bytes moved, by name
     # what the transform passes must keep
@@ -252,6 +253,7 @@ class StepGraph:
             buffer_bytes=self.buffer_bytes,
             optimizer=self.optimizer,
             missing=self.missing,
+            flow=self.flow,
         )
 
     @property
@@ -275,6 +277,7 @@ class StepGraph:
 
 FUSES = "elixir_fuses"  # node.meta key: a compiler may fuse the node's loops with its neighbours'
 PHASE = "elixir_phase"  # node.meta key: "forward" or "backward"
+AGAIN = "elixir_again"  # node.meta key of a repetition: the name of the node that it repeats
 STAY = "elixir_stay"  # node.meta key: the planned Gather that a node of ours carries out
 
 
