@@ -23,8 +23,17 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.passes.compute_cost import operator_key
 from elixir_fx.pipeline import annotate, rewrite
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner import Formulas, Values, at, check_plan, demand, explained, schedule, search
-from elixir_fx.recycling import mark_recycled
+from elixir_fx.planner import (
+    Formulas,
+    Values,
+    at,
+    check_plan,
+    decided,
+    demand,
+    explained,
+    schedule,
+    search,
+)
 from elixir_fx.runtime.heap import bound_heap, relax_heap
 from elixir_fx.runtime.measure import OperatorCache, measure_operators
 from elixir_fx.runtime.samples import sample_call
@@ -48,10 +57,12 @@ def own_plan(step: StepGraph, plan: Callable[[int], Plan]) -> Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A captured graph at sizes of its inputs that are known to fit. `formulas` are those of its
-    dynamic dimensions, with the sizes that it was captured with."""
+    """A captured graph at sizes of its inputs that are known to fit: its facts, and what they are
+    once its schedule has been carried out. `formulas` are those of its dynamic dimensions, with the
+    sizes that it was captured with."""
 
     facts: Facts
+    settled: Facts
     formulas: Formulas | None = None
 
     @cached_property
@@ -61,7 +72,7 @@ class Admitted:
     @cached_property
     def saved_bytes(self) -> int:
         """Bytes of what the forward leaves for the backward."""
-        return sum(s.nbytes for s in self.facts.storages if s.role is Role.ACTIVATION)
+        return sum(s.nbytes for s in self.settled.storages if s.role is Role.ACTIVATION)
 
     @cached_property
     def trained(self) -> frozenset[str]:
@@ -111,10 +122,10 @@ class Lowering:
         self.sparse |= step.sparse_gradients()
         step.sparse = frozenset(self.sparse)
         self.decide(step)
-        assert self.plan is not None
-        if not self.plan.layout.keeps_all:
-            if self.machine.unified and not step.compiled:
-                mark_recycled(step)
+        assert self.plan is not None and step.schedule is not None
+        moves = not self.plan.layout.keeps_all
+        step.recycles = moves and self.machine.unified and not step.compiled
+        if moves or step.schedule.recomputes:
             rewrite(step, self.plan, self.options.passes, self.options.dump)
         return split(step)
 
@@ -140,16 +151,18 @@ class Lowering:
             made = self.schedule(facts, plan)
             self.plan = plan.with_schedule(made)
             known[step.key] = made
+        settled = decided(facts, known[step.key])
         formulas = _formulas(step) if step.symbols or step.size_names else None
         if formulas is not None and formulas.sizes:
             known[step.key] = replace(
                 known[step.key],
                 sizes=tuple(formulas.sizes.items()),
-                demand=demand(facts, formulas, self.plan.layout),
+                demand=demand(settled, formulas, self.plan.layout),
             )
             self.plan = self.plan.with_known(known[step.key])
         step.layout, step.schedule = self.plan.layout, known[step.key]
-        remember(self.captured, step.key, Admitted(facts=facts, formulas=formulas), KEPT)
+        admitted = Admitted(facts=facts, settled=settled, formulas=formulas)
+        remember(self.captured, step.key, admitted, KEPT)
 
     def adopt(self, key: str, facts: Facts, plan: Plan, sparse: frozenset[str]) -> None:
         """Take a step that was planned before, under these options and on this machine, with its
@@ -157,13 +170,14 @@ class Lowering:
         layout = plan.layout
         if layout.host_bytes > self.limits.host or layout.disk_bytes > self.limits.disk:
             raise LayoutError("the tiers have less room than when this step was planned")
-        self.schedule(facts, plan)
+        self.schedule(facts, plan, like=plan.schedules[0])
         if self.plan is None:
             self.plan = replace(plan, limits=self.limits)
         else:
             self.plan = replace(self.plan, layout=layout).with_schedule(plan.schedules[0])
         self.sparse |= sparse
-        remember(self.captured, key, Admitted(facts=facts), KEPT)
+        settled = decided(facts, plan.schedules[0])
+        remember(self.captured, key, Admitted(facts=facts, settled=settled), KEPT)
 
     def admit(self, key: str, values: Values) -> Admitted:
         """Check that a captured graph fits with its dynamic dimensions at `values`, before
@@ -173,9 +187,10 @@ class Lowering:
             captured = self.captured[key]
             assert self.plan is not None and captured.formulas is not None
             facts = at(captured.facts, captured.formulas, values)
-            made = self.schedule(facts, self.plan)
+            like = next(s for s in self.plan.schedules if s.key == key)
+            made = self.schedule(facts, self.plan, like)
             self.plan = self.plan.with_schedule(made)
-            known = Admitted(facts=facts)
+            known = Admitted(facts=facts, settled=decided(facts, like))
         remember(self.admitted, (key, values), known, SIZES)  # the latest used last
         return known
 
@@ -185,8 +200,9 @@ class Lowering:
         self.admitted.clear()
         self.captured.clear()
 
-    def schedule(self, facts: Facts, plan: Plan) -> Schedule:
-        """When the chunks move in a graph. LayoutError if it does not fit."""
+    def schedule(self, facts: Facts, plan: Plan, like: Schedule | None = None) -> Schedule:
+        """When the chunks move in a graph, with the activations of `like` where it has been
+        rewritten already. LayoutError if it does not fit."""
         return schedule(
             facts,
             self.machine,
@@ -194,6 +210,7 @@ class Lowering:
             plan.layout,
             self.held_bytes(),
             self.options.micro_batches,
+            like,
         )
 
     def first_plan(self, step: StepGraph, spare_bytes: int = 0) -> Plan:

@@ -20,6 +20,7 @@ from elixir_fx.passes.gather import gather
 from elixir_fx.passes.lifetime import lifetime
 from elixir_fx.passes.prefetch import prefetch
 from elixir_fx.passes.recompute import recompute
+from elixir_fx.passes.recycle import recycle
 from elixir_fx.passes.reduce import reduce
 from elixir_fx.passes.release import release
 from elixir_fx.passes.split_views import split_views
@@ -66,6 +67,7 @@ PIPELINE = Pipeline(
     ),
     transforms=(
         recompute,  # what the backward reads is settled first
+        recycle,  # lives are those of operators, which nothing moves any more
         split_views,  # each phase gets readers of its own, so that it can gather on its own
         gather,  # readers then look at gathered chunks
         release,  # after the last of those readers

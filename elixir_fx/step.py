@@ -92,6 +92,7 @@ class StepGraph:
     inputs: tuple[Input, ...]
     trains: bool
     compiled: bool = False  # its operators, in runs between nodes of ours
+    recycles: bool = False  # memory of results, in generated code
     idle: tuple[Parameter, ...] = ()  # parameters of the model that this graph does not have
     buffer_bytes: int = 0  # of all buffers of the model
     optimizer: OptimizerFacts | None = None

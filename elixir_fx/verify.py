@@ -13,6 +13,7 @@ Checked, by the numbers of the design's laws:
    the host is at home there
 5  a block is written (from its prefetch on) only while no other stay uses those bytes
 10 slices of a chunk start at multiples of 64 elements, and do not meet
+10 what is computed again is the same operator on the same values
 11 every gradient of a reduced chunk passes its reduce exactly once
 """
 
@@ -28,6 +29,7 @@ from elixir_fx.errors import VerifyError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Gather, Plan, Slice
 from elixir_fx.step import (
+    AGAIN,
     Reference,
     StepGraph,
     is_backward,
@@ -56,6 +58,7 @@ def verify(step: StepGraph, plan: Plan, *, complete: bool = True) -> None:
         for node in step.nodes:
             walk.visit(node)
         walk.end()
+    _repetitions(step)
     if complete:
         _slices(plan)
         _updates(plan)
@@ -345,6 +348,33 @@ def _same_reads(step: StepGraph) -> None:
         if name in names and found != path and not {found, path} <= empty:
             what = f"parameter {found!r}" if found else "something else"
             raise VerifyError(f"input {place} of {name} is {what}, not parameter {path!r}")
+
+
+def _repetitions(step: StepGraph) -> None:
+    """What is computed again is the same operator on the same values."""
+    nodes = {node.name: node for node in step.nodes}
+    again = [node for node in step.nodes if AGAIN in node.meta]
+    reads = _parameter_reads(step) if again else {}
+    for node in again:
+        first = nodes.get(node.meta[AGAIN])
+        if first is None or first.target is not node.target or first.op != node.op:
+            raise VerifyError(f"{node.name} is no repetition of {node.meta[AGAIN]!r}")
+        if _written(first) != _written(node):
+            raise VerifyError(f"{node.name} has other arguments than {first.name}")
+        for place, (there, here) in enumerate(
+            zip(first.all_input_nodes, node.all_input_nodes, strict=True)
+        ):
+            path = reads.get((first.name, place))
+            same = there is here or here.meta.get(AGAIN) == there.name
+            if not same and (path is None or reads.get((node.name, place)) != path):
+                raise VerifyError(
+                    f"{node.name} reads {here.name} where {first.name} has {there.name}"
+                )
+
+
+def _written(node: fx.Node) -> str:
+    """A node's arguments without the values that it reads."""
+    return repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
 
 
 def _parameter_reads(step: StepGraph) -> dict[tuple[str, int], str]:

@@ -49,7 +49,8 @@ def repeats(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return True
-    given: Any = node.normalized_arguments(node.graph.owning_module, None, None, True)
+    module: Any = node.graph.owning_module
+    given: Any = node.normalized_arguments(module, normalize_to_only_use_kwargs=True)
     return any(s.name == "dropout_p" for s in target._schema.arguments) and not (
         given and given.kwargs.get("dropout_p")
     )

@@ -33,6 +33,11 @@ from elixir_fx.step import (
 
 def lifetime(step: StepGraph, machine: Machine) -> None:
     """Fill `step.storages`, `step.storage_formulas` and `step.parameters`."""
+    find_lives(step)
+
+
+def find_lives(step: StepGraph) -> None:
+    """The same for a step on its way through the transforms, before moves stand in its graph."""
     position = {node: index for index, node in enumerate(step.nodes)}
     roles = _roles(step)
     storages: list[Storage] = []

@@ -35,7 +35,8 @@ FLOORS: tuple[dict[str, tuple[str, ...]], ...] = (
         "step": ("step",),
         "report": ("report",),
     },
-    {"passes": ("passes",), "verify": ("verify", "verify_memory"), "recycling": ("recycling",)},
+    {"verify": ("verify", "verify_memory"), "recycling": ("recycling",)},
+    {"passes": ("passes",)},
     {
         "pipeline": ("pipeline",),
         "split": (

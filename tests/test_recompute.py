@@ -11,7 +11,7 @@ from steps import MACHINE, captured, copied, planned
 from elixir_fx.facts import Facts, Role, Storage
 from elixir_fx.passes.recompute import recompute
 from elixir_fx.pipeline import PIPELINE, annotate
-from elixir_fx.planner.repeated import Blocked, Step, Walk, rewritten
+from elixir_fx.planner.repeated import BlockedError, Step, Walk, rewritten
 from elixir_fx.step import StepGraph
 
 
@@ -25,7 +25,7 @@ def decision(facts: Facts, seed: int) -> Walk:
     for name in chosen:
         try:
             Walk(known, [*dropped, name])
-        except Blocked:
+        except BlockedError:
             continue
         dropped.append(name)
     return Walk(known, dropped)

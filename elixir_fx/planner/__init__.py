@@ -8,6 +8,8 @@ forecast  one steady step of a schedule             seconds
 bound     what no plan can beat                     seconds
 draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
+repeated  a step that computes activations again    facts
+activations what is kept, with everything else      plan
 arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts, demand
 polynomials  what is live, at any size              formulas
@@ -19,10 +21,10 @@ relaxation what no plan can beat, by bytes and time seconds
 explanation  what a plan's memory buys              plan
 """
 
+from elixir_fx.planner.activations import decided, schedule, search, smallest
 from elixir_fx.planner.check import check_plan
 from elixir_fx.planner.explanation import explained
 from elixir_fx.planner.footprint import live_peak_bytes
-from elixir_fx.planner.search import schedule, search, smallest
 from elixir_fx.planner.shapes import Formulas, Values, at, demand
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "Values",
     "at",
     "check_plan",
+    "decided",
     "demand",
     "explained",
     "live_peak_bytes",

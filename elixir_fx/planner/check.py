@@ -22,6 +22,7 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import HOMES, Tier
 from elixir_fx.plan import Chunk, Gather, Layout, Limits, Plan, Schedule
+from elixir_fx.planner.activations import decided
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part, home
 from elixir_fx.planner.place import uses
 from elixir_fx.units import sizes
@@ -37,6 +38,8 @@ def check_plan(plan: Plan, facts: Facts, limits: Limits) -> None:
     layout = plan.layout
     schedules = [schedule for schedule in plan.schedules if schedule.key == facts.key]
     _chunks(layout, facts)
+    if schedules:
+        facts = decided(facts, schedules[0])
     footprint = Footprint(facts, layout.chunks, layout.group)
     for budgets in (plan.limits, limits):
         _homes(layout, footprint, budgets)

@@ -28,7 +28,7 @@ _KEPT, _AGAIN, _AWAY = range(3)
 _Memory = tuple[int, int]  # one of these, and the position of the node that allocated it
 
 
-class Blocked(Exception):
+class BlockedError(Exception):
     """Something that the decision drops cannot be computed again."""
 
 
@@ -100,7 +100,7 @@ class Step:
 
 class Walk:
     """What one decision makes of a step: the nodes repeated, in order, each before one of the
-    backward. Blocked if that cannot be."""
+    backward. BlockedError if that cannot be."""
 
     def __init__(self, step: Step, dropped: Iterable[str], away: Iterable[str] = ()) -> None:
         self.step = step
@@ -110,7 +110,7 @@ class Walk:
         self.held: set[int] = set()  # roots that are kept after all
         blocked = (self.dropped | self.away) & step.changed
         if blocked:
-            raise Blocked(step.facts.nodes[min(blocked)])
+            raise BlockedError(step.facts.nodes[min(blocked)])
         facts = step.facts
         for position in range(facts.backward, len(facts.nodes) - 1):  # the last returns
             for source in facts.flow[position].sources:
@@ -151,7 +151,7 @@ class Walk:
         root = self.step.facts.flow[node].root
         storage = self.step.storage.get(root)
         if root in self.dropped or storage is None or storage.role not in COUNTED:
-            raise Blocked(self.step.facts.nodes[node])
+            raise BlockedError(self.step.facts.nodes[node])
         self.held.add(root)
 
     @property
@@ -279,9 +279,10 @@ class _Rewriting:
         end = len(self.order) - 1
         derived = defaultdict(list)  # what the forward made of a parameter by a copy, by path
         for node, flow in enumerate(facts.flow[: facts.backward]):
-            if flow.derives and flow.root in step.storage and node not in self.copy:
-                if step.storage[flow.root].role is not Role.PARAMETER:
-                    derived[flow.derives].append(node)
+            storage = step.storage.get(flow.root)
+            own = storage is not None and storage.role is not Role.PARAMETER
+            if flow.derives and own and node not in self.copy:
+                derived[flow.derives].append(node)
         place = {s.path: root for root, s in step.storage.items() if s.role is Role.PARAMETER}
         found = []
         for parameter in facts.parameters:

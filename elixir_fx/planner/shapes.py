@@ -15,7 +15,7 @@ from functools import cached_property
 import sympy
 
 from elixir_fx.demand import Demand
-from elixir_fx.facts import Cost, Facts, Storage
+from elixir_fx.facts import Cost, Facts, Storage, again
 from elixir_fx.plan import Layout
 from elixir_fx.planner.footprint import Footprint
 from elixir_fx.planner.polynomials import live_formulas
@@ -114,9 +114,9 @@ def at(facts: Facts, formulas: Formulas, values: Values) -> Facts:
 
 
 def demand(facts: Facts, formulas: Formulas, layout: Layout) -> Demand:
-    """The device bytes of a layout with this graph in it, in formulas of its named sizes; symbols
-    without a name are as captured. At any sizes its peak is the one that `schedule` compares
-    with the budget. PlanError for bytes that are no formula of a plan's."""
+    """The device bytes of a layout with this graph in it, its activations decided, in formulas of
+    its named sizes; symbols without a name are as captured. At any sizes its peak is the one that
+    `schedule` compares with the budget. PlanError for bytes that are no formula of a plan's."""
     given = {
         symbol: sympy.Symbol(name, integer=True, positive=True) if name else sympy.Integer(value)
         for symbol, name, value in zip(
@@ -126,4 +126,5 @@ def demand(facts: Facts, formulas: Formulas, layout: Layout) -> Demand:
     footprint = Footprint(facts, layout.chunks, layout.group)
     lives = footprint.kept_deaths if layout.keeps_all else footprint.last_deaths
     named = {name: formula.xreplace(given) for name, formula in formulas.storages.items()}
+    named |= {again(name): formula for name, formula in named.items()}
     return footprint.demand(layout, live_formulas(len(facts.nodes), lives, named))
