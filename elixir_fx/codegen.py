@@ -52,6 +52,10 @@ class Runtime(Protocol):
     def reduce(
         self, chunk: int, slices: list[int], gradients: list[Tensor], owned: tuple[bool, ...]
     ) -> list[Tensor | None]: ...
+    def offload(self, value: Tensor) -> Tensor: ...
+    def recall(self, handle: Tensor, offset: int) -> None: ...
+    def reload(self, handle: Tensor, offset: int) -> Tensor: ...
+    def drop(self, handle: Tensor) -> None: ...
     def take(
         self,
         nbytes: int,
@@ -247,6 +251,12 @@ def _bind(graph: fx.Graph, owner: fx.Node, node: fx.Node, known: dict[fx.Node, f
         return graph.call_method("prefetch", (owner, chunk, stay_of(node).offset))
     if node.target is ops.RELEASE:
         return graph.call_method("release", (owner, chunk))
+    if node.target in (ops.OFFLOAD, ops.DROP):
+        method = "offload" if node.target is ops.OFFLOAD else "drop"
+        return graph.call_method(method, (owner, known[chunk]))  # type: ignore[index]
+    if node.target in (ops.RECALL, ops.RELOAD):
+        method = "recall" if node.target is ops.RECALL else "reload"
+        return graph.call_method(method, (owner, known[chunk], stay_of(node).offset))  # type: ignore[index]
     slices, gradients = node.args[1:]
     assert isinstance(gradients, (list, tuple))
     sources = [known[gradient] for gradient in gradients]  # type: ignore[index]

@@ -1,4 +1,5 @@
-"""The vocabulary of a transformed step: gather, prefetch, release, reduce.
+"""The vocabulary of a transformed step: gather, prefetch, release, reduce, and for activations
+offload, recall (which is their prefetch), reload, drop.
 
 These operators exist so that a plan can be read, printed, checked and moved about in an FX
 graph. They have a schema, a fake and a printed form, and no kernel of their own: code
@@ -19,12 +20,20 @@ LIBRARY.define("gather(int chunk, int numel, ScalarType dtype, Device device) ->
 LIBRARY.define("prefetch(int chunk) -> ()")
 LIBRARY.define("release(int chunk) -> ()")
 LIBRARY.define("reduce(int chunk, int[] slices, Tensor[] gradients) -> Tensor[]")
+LIBRARY.define("offload(Tensor value) -> Tensor")
+LIBRARY.define("recall(Tensor handle) -> ()")
+LIBRARY.define("reload(Tensor handle) -> Tensor")
+LIBRARY.define("drop(Tensor handle) -> ()")
 
 GATHER = torch.ops.elixir.gather.default
 PREFETCH = torch.ops.elixir.prefetch.default
 RELEASE = torch.ops.elixir.release.default
 REDUCE = torch.ops.elixir.reduce.default
-ALL = (GATHER, PREFETCH, RELEASE, REDUCE)
+OFFLOAD = torch.ops.elixir.offload.default
+RECALL = torch.ops.elixir.recall.default
+RELOAD = torch.ops.elixir.reload.default
+DROP = torch.ops.elixir.drop.default
+ALL = (GATHER, PREFETCH, RELEASE, REDUCE, OFFLOAD, RECALL, RELOAD, DROP)
 
 
 def _unbound(*_: object) -> None:
@@ -42,8 +51,16 @@ def _reduce_fake(chunk: int, slices: Sequence[int], gradients: Sequence[Tensor])
     return [torch.empty_like(gradient) for gradient in gradients]
 
 
-def _nothing(chunk: int) -> None:
+def _nothing(_: object) -> None:
     return None
+
+
+def _handle_fake(value: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64)
+
+
+def _reload_fake(handle: Tensor) -> Tensor:
+    raise ElixirError("what comes back is as it was when it left, which a handle does not say")
 
 
 for _name, _fake in (
@@ -51,6 +68,10 @@ for _name, _fake in (
     ("prefetch", _nothing),
     ("release", _nothing),
     ("reduce", _reduce_fake),
+    ("offload", _handle_fake),
+    ("recall", _nothing),
+    ("reload", _reload_fake),
+    ("drop", _nothing),
 ):
     LIBRARY.impl(_name, _unbound, "CompositeExplicitAutograd")
     LIBRARY.impl(_name, _fake, "Meta")

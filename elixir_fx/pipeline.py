@@ -18,6 +18,7 @@ from elixir_fx.passes.compute_cost import compute_cost
 from elixir_fx.passes.dataflow import dataflow
 from elixir_fx.passes.gather import gather
 from elixir_fx.passes.lifetime import lifetime
+from elixir_fx.passes.offload import offload
 from elixir_fx.passes.prefetch import prefetch
 from elixir_fx.passes.recompute import recompute
 from elixir_fx.passes.recycle import recycle
@@ -67,6 +68,7 @@ PIPELINE = Pipeline(
     ),
     transforms=(
         recompute,  # what the backward reads is settled first
+        offload,
         recycle,  # lives are those of operators, which nothing moves any more
         split_views,  # each phase gets readers of its own, so that it can gather on its own
         gather,  # readers then look at gathered chunks

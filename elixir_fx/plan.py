@@ -200,6 +200,8 @@ class Layout:
     host_bytes: int
     disk_bytes: int
     staging_bytes: int = 0  # host memory between disk and device, on an accelerator
+    saved_bytes: int = 0  # of host or disk, for activations: part of their bytes above
+    saved_tier: Tier = Tier.DEVICE  # which of the two; the device, if none leave
     mapped: bool = False  # parameters at home on the disk are tensors over a mapped file
     group: Group = ONE_RANK
 
@@ -214,7 +216,7 @@ class Layout:
     @property
     def keeps_all(self) -> bool:
         """Everything stays on the device, of one rank: no node of ours is needed."""
-        return self.group.ranks == 1 and self.all_home
+        return self.group.ranks == 1 and self.all_home and not self.saved_bytes
 
     @property
     def all_home(self) -> bool:
@@ -289,6 +291,32 @@ class Recompute:
     before: str
 
 
+SAVED = 1 << 24  # stays from this chunk on are those of activations: the schedule's offloads
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """What node `node` of the forward leaves for the backward is away in between.
+
+    It leaves after node `after`, its last reader in the forward, and is there again from node
+    `before` to node `last` of the backward, in the block at `offset` of the gather area, in bytes.
+    Its transfer back starts before node `prefetch` (None: at `before` itself).
+    """
+
+    node: str
+    nbytes: int
+    after: str
+    before: str
+    last: str
+    offset: int
+    prefetch: str | None
+
+    @property
+    def title(self) -> str:
+        """For people, as a chunk's."""
+        return self.node
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """What the planner expects of one steady step of `micro_batches` forwards and backwards and
@@ -341,6 +369,7 @@ class Schedule:
     reduces: tuple[Reduce, ...]
     forecast: Forecast
     recomputes: tuple[Recompute, ...] = ()
+    offloads: tuple[Offload, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     demand: Demand | None = None
 
@@ -497,7 +526,8 @@ def _layout(data: dict[str, Any]) -> Layout:
         update = Tier(entry.pop("update"))
         chunks.append(Chunk(**entry, homes=homes, slices=slices, update=update))
     group = Group(**data.pop("group"))
-    return Layout(chunks=tuple(chunks), group=group, **data)
+    saved_tier = Tier(data.pop("saved_tier"))
+    return Layout(chunks=tuple(chunks), group=group, saved_tier=saved_tier, **data)
 
 
 def _schedule(data: dict[str, Any]) -> Schedule:
@@ -512,6 +542,7 @@ def _schedule(data: dict[str, Any]) -> Schedule:
         reduces=tuple(Reduce(**entry) for entry in data["reduces"]),
         forecast=Forecast(**forecast),
         recomputes=tuple(Recompute(**entry) for entry in data["recomputes"]),
+        offloads=tuple(Offload(**entry) for entry in data["offloads"]),
         sizes=sizes,
         demand=_demand(data["demand"], dict(sizes)),
     )

@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from elixir_fx.errors import CaptureError
 from elixir_fx.facts import Cost, Facts, Flow, Moves, OptimizerFacts, Parameter, Role, Storage
-from elixir_fx.plan import Chunk, Gather, Layout, Schedule
+from elixir_fx.plan import SAVED, Chunk, Gather, Layout, Offload, Schedule
 
 STEP_NAME = "elixir_step"  # begins the name of the function that calls a captured model
 NOTE = "elixir"  # node.meta key of our notes; print_readable(additional_meta=["elixir"])
@@ -239,6 +239,13 @@ class StepGraph:
     def chunk(self, index: int) -> Chunk:
         assert self.layout is not None
         return self.layout.chunks[index]
+
+    def moved(self, stay: Gather) -> Chunk | Offload:
+        """What a stay is of: a chunk, or an activation that comes back."""
+        if stay.chunk < SAVED:
+            return self.chunk(stay.chunk)
+        assert self.schedule is not None
+        return self.schedule.offloads[stay.chunk - SAVED]
 
     def facts(self) -> Facts:
         """What is known, as plain data for the planner."""

@@ -27,7 +27,7 @@ from torch import fx
 from elixir_fx import ops
 from elixir_fx.errors import VerifyError
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Chunk, Gather, Plan, Slice
+from elixir_fx.plan import SAVED, Chunk, Gather, Offload, Plan, Slice
 from elixir_fx.step import (
     AGAIN,
     Reference,
@@ -185,52 +185,52 @@ class _Walk:
         if inner and is_backward(node) and not self.was_backward:
             self.was_backward = True
             self.end_of_phase("forward")
-        if node.target is ops.PREFETCH:
+        if node.target in (ops.PREFETCH, ops.RECALL):
             self.begin(node, gathers=False)
-        elif node.target is ops.GATHER:
+        elif node.target in (ops.GATHER, ops.RELOAD):
             self.begin(node, gathers=True)
-        elif node.target is ops.RELEASE:
+        elif node.target in (ops.RELEASE, ops.DROP):
             self.release(node)
         else:
             self.read(node)
 
     def begin(self, node: fx.Node, *, gathers: bool) -> None:
         stay = stay_of(node)
-        chunk = self.step.chunk(stay.chunk)
-        known = self.live.get(chunk.id)
+        moved = self.step.moved(stay)
+        known = self.live.get(stay.chunk)
         if known is None:
             if gathers and stay.kept and not self.still_there(stay):
                 raise VerifyError(
-                    f"{node.name}: chunk {chunk.id} is planned to be kept from the forward, "
+                    f"{node.name}: {_what(stay)} is planned to be kept from the forward, "
                     "but its block is written over in between"
                 )
-            nbytes = 0 if stay.resident else chunk.nbytes
+            nbytes = 0 if stay.resident else moved.nbytes
             known = _Stay(gather=stay, nbytes=nbytes, backward=is_backward(node))
-            self.take(node, known, chunk)
+            self.take(node, known, moved)
         elif not gathers or known.node is not None:
-            raise VerifyError(f"{node.name}: chunk {chunk.id} is already there")
+            raise VerifyError(f"{node.name}: {_what(stay)} is already there")
         elif known.gather != stay:
-            raise VerifyError(f"{node.name}: chunk {chunk.id} was prefetched for another stay")
+            raise VerifyError(f"{node.name}: {_what(stay)} was prefetched for another stay")
         if gathers:
             known.node = node
             known.backward = is_backward(node)
 
-    def take(self, node: fx.Node, new: _Stay, chunk: Chunk) -> None:
+    def take(self, node: fx.Node, new: _Stay, moved: Chunk | Offload) -> None:
         layout = self.step.layout
         assert layout is not None
         if new.gather.offset < 0 or new.end > layout.gather_bytes:
             raise VerifyError(
-                f"{node.name}: the block of chunk {chunk.id}, {new.gather.offset} .. {new.end}, "
+                f"{node.name}: the block of {_what(new.gather)}, {new.gather.offset} .. {new.end}, "
                 f"lies outside the gather cache of {layout.gather_bytes} bytes"
             )
-        for other_id, other in self.live.items():
+        for other in self.live.values():
             if _overlap(new, other):
                 raise VerifyError(
-                    f"{node.name}: the block of chunk {chunk.id} ({chunk.title}) is written "
-                    f"while chunk {other_id} is still in use there; it is reused too early"
+                    f"{node.name}: the block of {_what(new.gather)} ({moved.title}) is written "
+                    f"while {_what(other.gather)} is still in use there; it is reused too early"
                 )
         self.left = [stay for stay in self.left if not _overlap(stay, new)]
-        self.live[chunk.id] = new
+        self.live[new.gather.chunk] = new
 
     def still_there(self, stay: Gather) -> bool:
         return any(
@@ -240,32 +240,38 @@ class _Walk:
     def release(self, node: fx.Node) -> None:
         stay = self.live.pop(stay_of(node).chunk, None)
         if stay is None or stay.node is None:
-            raise VerifyError(f"{node.name}: chunk {stay_of(node).chunk} is not gathered here")
+            raise VerifyError(f"{node.name}: {_what(stay_of(node))} is not gathered here")
         self.left.append(stay)
 
     def read(self, node: fx.Node) -> None:
         for source in node.all_input_nodes:
             root = memory_root(source)
-            if root.target is not ops.GATHER:
+            if root.target not in (ops.GATHER, ops.RELOAD):
                 continue
-            chunk = stay_of(root).chunk
-            known = self.live.get(chunk)
+            stay = stay_of(root)
+            known = self.live.get(stay.chunk)
             if known is None or known.node is not root:
                 raise VerifyError(
-                    f"{node.name} reads chunk {chunk} ({self.step.chunk(chunk).title}) through "
+                    f"{node.name} reads {_what(stay)} ({self.step.moved(stay).title}) through "
                     f"{source.name} after its release"
                 )
 
     def end_of_phase(self, phase: str) -> None:
-        for chunk, stay in self.live.items():
+        for stay in self.live.values():
             if stay.node is not None:
-                raise VerifyError(f"chunk {chunk} is gathered and never released in the {phase}")
+                what = _what(stay.gather)
+                raise VerifyError(f"{what} is gathered and never released in the {phase}")
 
     def end(self) -> None:
         self.end_of_phase("backward" if self.was_backward else "forward")
-        for chunk, stay in self.live.items():
+        for stay in self.live.values():
             if stay.node is None:
-                raise VerifyError(f"chunk {chunk} is prefetched and never gathered")
+                raise VerifyError(f"{_what(stay.gather)} is prefetched and never gathered")
+
+
+def _what(stay: Gather) -> str:
+    """What a stay is of, for messages."""
+    return f"chunk {stay.chunk}" if stay.chunk < SAVED else f"activation {stay.chunk - SAVED}"
 
 
 def _overlap(one: _Stay, other: _Stay) -> bool:
@@ -365,11 +371,18 @@ def _repetitions(step: StepGraph) -> None:
             zip(first.all_input_nodes, node.all_input_nodes, strict=True)
         ):
             path = reads.get((first.name, place))
-            same = there is here or here.meta.get(AGAIN) == there.name
+            same = there is here or here.meta.get(AGAIN) == there.name or _left(here) is there
             if not same and (path is None or reads.get((node.name, place)) != path):
                 raise VerifyError(
                     f"{node.name} reads {here.name} where {first.name} has {there.name}"
                 )
+
+
+def _left(node: fx.Node) -> fx.Node | None:
+    """What came back is what left, if that is so."""
+    handle = node.args[0] if node.target is ops.RELOAD else None
+    value = handle.args[0] if isinstance(handle, fx.Node) and handle.target is ops.OFFLOAD else None
+    return value if isinstance(value, fx.Node) else None
 
 
 def _written(node: fx.Node) -> str:

@@ -92,7 +92,7 @@ def _group(node: fx.Node) -> tuple[fx.Node, ...]:
     """A node of ours, and the views of its chunk or the answers that are picked from it."""
     if node.target is ops.GATHER:
         return (node, *(made for part in node.users for made in (part, *part.users)))
-    return (node, *node.users)
+    return (node, *node.users) if node.target is ops.REDUCE else (node,)
 
 
 def _event(
@@ -105,19 +105,19 @@ def _event(
 ) -> _Event:
     node, end = group[0], len(position)
     first, last = 0, end
-    if node.target is ops.GATHER:
+    if node.target in (ops.GATHER, ops.RELOAD):
         read = [position[reader] for reader in readers(node) if reader in position]
         last = min(read, default=end)
-    elif node.target is ops.RELEASE:
+    elif node.target in (ops.RELEASE, ops.DROP):
         first = place
-    elif node.target is ops.REDUCE:
+    elif node.target in (ops.REDUCE, ops.OFFLOAD):
         first, last = place, end if waits else _until_growth(operations, place)
     return _Event(group, place, max(first, place - FARTHEST), min(last, place + FARTHEST))
 
 
 def _gradient_bytes(node: fx.Node) -> int:
-    """Bytes that wait for a node of ours: the gradients of a reduce."""
-    if node.target is not ops.REDUCE:
+    """Bytes that wait for a node of ours: the gradients of a reduce, what is sent away."""
+    if node.target not in (ops.REDUCE, ops.OFFLOAD):
         return 0
     return sum({memory_root(n): result_bytes(n) for n in node.all_input_nodes}.values())
 

@@ -45,6 +45,8 @@ def repeats(node: fx.Node) -> bool:
     target: Any = node.target
     if not operator_name(node) or target.namespace in ("elixir", "_c10d_functional"):
         return False
+    if operator_name(node) == "aten::as_strided":  # of a place in memory, wherever that is then
+        return False
     if target._schema.is_mutable or operator_name(node).endswith("_"):
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import sympy
 from torch import Tensor, fx
 
+from elixir_fx import ops
 from elixir_fx.facts import Parameter, Role, Storage
 from elixir_fx.machine import Machine
 from elixir_fx.passes.derived import derived_from_parameters
@@ -43,7 +44,7 @@ def find_lives(step: StepGraph) -> None:
     storages: list[Storage] = []
     formulas: dict[str, sympy.Expr] = {}
     for node in step.nodes:
-        if node.op == "output" or memory_root(node) is not node:
+        if node.op == "output" or memory_root(node) is not node or node.target in ops.ALL:
             continue
         if isinstance(value(node), Tensor):
             storages.append(_storage(node, position, roles))

@@ -1,21 +1,24 @@
 """Activations: kept, computed again or sent away, chosen with everything else. The planner's door.
 
-A decision is a set of storages that the backward computes again (`repeated.Walk`). Every decision
-makes other facts, for which `search` finds the best layout; the best of them is the plan:
+A decision is two sets of storages: those that the backward computes again, and those that leave
+the device in between (`repeated.Walk`). Every decision makes other facts, for which `search` finds
+the best layout; the best of them is the plan:
 
     minimise    step_s(search(rewritten(decision)))
-    over        decisions: which families of activations are dropped
+    over        decisions: what becomes of each family of activations
 
-Storages that equal layers leave are one family and get equal treatment. A family's price is the
-seconds of computing one of its storages again, alone, for each byte; families are dropped the
-cheapest first, and each on its own once more, as long as that helps (`_Choosing`). First tries
-are searched with little effort, the best with all.
+Storages that equal layers leave are one family and get equal treatment, but that only the first
+layers' may leave: those have the longest time to come back. A family's price is the seconds of
+computing one of its storages again, alone, for each byte; families are dropped the cheapest
+first, and then each is treated in every other way once more, as long as that helps (`_Choosing`).
+First tries are searched with little effort, the best with all.
 """
 
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts, Role, Storage
@@ -23,25 +26,57 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner import search as settled
 from elixir_fx.planner.footprint import live_peak_bytes
+from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.repeated import BlockedError, Step, Walk, rewritten
 
 SMALL = 1 / 500  # of all activations: a storage below is not worth a decision
 TRIED = 600  # chunks of the drafts of a first try
 FINALISTS = 2  # decisions that are searched with all effort
 
-Decision = frozenset[str]  # storages that are dropped
-KEEP_ALL: Decision = frozenset()
+PARTS = (1.0, 0.5)  # of a family, its first layers, that may leave
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Storages that are dropped and computed again, and those that leave and come back."""
+
+    dropped: frozenset[str] = frozenset()
+    away: frozenset[str] = frozenset()
+
+    def drop(self, names: Iterable[str]) -> "Decision":
+        return Decision(self.dropped | frozenset(names), self.away - frozenset(names))
+
+    def send(self, names: Iterable[str]) -> "Decision":
+        return Decision(self.dropped - frozenset(names), self.away | frozenset(names))
+
+    def keep(self, names: Iterable[str]) -> "Decision":
+        return Decision(self.dropped - frozenset(names), self.away - frozenset(names))
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Simple ones first."""
+        return len(self.dropped), len(self.away), sorted(self.dropped), sorted(self.away)
+
+
+KEEP_ALL = Decision()
 
 
 def decided(facts: Facts, schedule: Schedule) -> Facts:
     """The facts of a step as a schedule rewrites it. PlanError if it cannot be carried out."""
-    if not schedule.recomputes:
+    if not schedule.recomputes and not schedule.offloads:
         return facts
-    step = Step(facts=facts)
     repeated = {entry.node for entry in schedule.recomputes}
-    dropped = [s.name for s in facts.storages if s.name in repeated and s.role is Role.ACTIVATION]
+    activations = [s.name for s in facts.storages if s.role is Role.ACTIVATION]
+    away = [entry.node for entry in schedule.offloads]
+    strangers = sorted(set(away) - set(activations))
+    if strangers:
+        raise PlanError(
+            f"the plan sends {strangers[0]!r} away, which the forward does not leave for the "
+            "backward; it was made for another model"
+        )
+    dropped = [name for name in activations if name in repeated]
     try:
-        walk = Walk(step, dropped)
+        walk = Walk(Step(facts=facts), dropped, away)
     except BlockedError as error:
         raise PlanError(f"the plan drops what cannot be computed again: {error}") from None
     if walk.recomputes() != schedule.recomputes:
@@ -120,21 +155,21 @@ class Activations:
 
     def of(self, decision: Decision) -> tuple[Walk | None, Facts] | None:
         """The walk and the facts of a decision; None if it cannot be."""
-        if not decision:
+        if decision == KEEP_ALL:
             return None, self.facts
         if decision not in self._known:
             try:
-                walk = Walk(self.step, sorted(decision))
+                walk = Walk(self.step, sorted(decision.dropped), sorted(decision.away))
                 self._known[decision] = (walk, rewritten(walk))
             except BlockedError:
                 self._known[decision] = None
         return self._known[decision]
 
     def ladder(self) -> Iterator[Decision]:
-        """More and more families, the cheapest first; none that leaves the peak as it is."""
+        """More and more families dropped, the cheapest first, but none that helps no peak."""
         dropped, least = KEEP_ALL, live_peak_bytes(self.facts)
         for family in self.families:
-            more = dropped | frozenset(family.names)
+            more = dropped.drop(family.names)
             made = self.of(more)
             if made is None:
                 continue
@@ -251,11 +286,13 @@ class _Choosing:
         first = self._plan(KEEP_ALL, settled.EFFORT, fails=len(self.activations.rungs) == 1)
         if first is not None and not self._may_gain(first):
             return first
+        if first is not None:
+            self.tried[KEEP_ALL] = first
         for decision in self.activations.rungs[1:]:
             self._try(decision)
         self._improve()
         found = [first] if first is not None else []
-        for decision in self._ranked()[:FINALISTS]:
+        for decision in [d for d in self._ranked() if d != KEEP_ALL][:FINALISTS]:
             plan = self._plan(decision, settled.EFFORT)
             found += [] if plan is None else [plan]
         if not found:
@@ -273,22 +310,31 @@ class _Choosing:
         return plan
 
     def _ranked(self) -> list[Decision]:
-        worked = {d: p.forecast.step_s for d, p in self.tried.items() if p is not None and d}
-        return sorted(worked, key=lambda d: (worked[d], len(d), sorted(d)))
+        worked = {d: p.forecast.step_s for d, p in self.tried.items() if p is not None}
+        return sorted(worked, key=lambda d: (worked[d], d.order))
 
     def _improve(self) -> None:
-        """Take families in and out of the best decision, one at a time, while that helps."""
-        ranked = self._ranked()
-        if not ranked:
-            return
-        best = ranked[0]
-        for family in self.activations.families:
-            names = frozenset(family.names)
-            other = best - names if names <= best else best | names
-            if other:
-                self._try(other)
-            if self._ranked()[0] == other:
-                best = other
+        """Treat the families of the best decision otherwise, one at a time, while that helps."""
+        for family in reversed(self.activations.families):  # the dearest first
+            for change in self._changes(family):
+                ranked = self._ranked()
+                if not ranked:
+                    return
+                self._try(change(ranked[0]))
+
+    def _changes(self, family: Family) -> Iterator[Callable[[Decision], Decision]]:
+        names = family.names
+        if self._may_leave:
+            for part in PARTS:
+                first = names[: math.ceil(part * len(names))]
+                yield partial(_sent, names, first)
+        yield partial(_kept, names)
+        yield partial(_dropped, names)
+
+    @property
+    def _may_leave(self) -> bool:
+        """Whether there is somewhere to go. Ranks would have to agree on what came back when."""
+        return self.group.ranks == 1 and bool(away_tiers(self.machine, self.limits))
 
     def _try(self, decision: Decision) -> None:
         if decision not in self.tried:
@@ -313,3 +359,15 @@ class _Choosing:
                 raise
             return None
         return self.activations.plan(decision, plan)
+
+
+def _sent(names: tuple[str, ...], some: tuple[str, ...], decision: Decision) -> Decision:
+    return decision.keep(names).send(some)
+
+
+def _kept(names: tuple[str, ...], decision: Decision) -> Decision:
+    return decision.keep(names)
+
+
+def _dropped(names: tuple[str, ...], decision: Decision) -> Decision:
+    return decision.drop(names)

@@ -29,8 +29,9 @@ from functools import cached_property
 
 import numpy as np
 
+from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Homes, Layout, Limits
+from elixir_fx.plan import SAVED, Chunk, Homes, Layout, Limits, align
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part
 from elixir_fx.planner.order import LETTERS, ORDERS, Item, Order, spread
 from elixir_fx.planner.pack import away_tiers
@@ -44,6 +45,7 @@ from elixir_fx.planner.place import (
     in_order,
     place,
     resident,
+    returns,
     uses,
 )
 from elixir_fx.planner.tally import COLUMN, PARTS, Mask, Parts, Tally
@@ -54,6 +56,7 @@ WHOLE = 1 << 62  # elements of a unit: the whole chunk, before it is known how i
 # in the update, states both in the update.
 SPILLS = ("PSG", "PGS")
 OUTSIZED = 2  # times the size of a chunk: a single parameter that is larger
+SAVED_BLOCK_BYTES = 16 << 20  # of a block for activations alone
 STAGING_BLOCKS = 4  # host blocks between disk and an accelerator
 
 
@@ -182,9 +185,14 @@ class Drafter:
         parts = Parts.of(self._movable)
         self._to_host(choice, parts)
         self._serve_arena(choice, parts)
-        if not self._serve_tiers(choice, parts) or not (parts.count or self._many):
+        if not self._serve_tiers(choice, parts) or not (parts.count or self._may_be_empty):
             return None
         return parts
+
+    @property
+    def _may_be_empty(self) -> bool:
+        """Whether a layout may have all parts at home and still be no layout that keeps all."""
+        return self._many or bool(self._returns)
 
     @property
     def _many(self) -> bool:
@@ -288,7 +296,7 @@ class Drafter:
             for chunk, part in self._ordered(choice, parts):
                 size = int(ordinary[chunk, COLUMN[part]])
                 able = not self._bound_away[chunk, COLUMN[part]] and not parts.hosted[chunk]
-                if size <= room and able and (left > 1 or self._many):
+                if size <= room and able and (left > 1 or self._may_be_empty):
                     room -= size
                     left -= 1
                     parts.put((chunk, part), False)
@@ -339,6 +347,10 @@ class Drafter:
     def _assign(self, parts: Parts, spill: str) -> tuple[dict[Item, Tier], int] | None:
         """A tier for every part away, and the staging bytes. None if they do not fit."""
         room = {tier: self.limits.of(tier) for tier in self._tiers}
+        if self._saved_bytes:
+            room[self._saved_tier] -= self._saved_bytes
+            if room[self._saved_tier] < 0:
+                return None
         total = int(self._tally.packed[parts.away].sum())
         hosted, bound = parts.hosted_ids(), parts.away & self._bound_away
         if hosted:
@@ -387,6 +399,8 @@ class Drafter:
             tier: sum(self._sizes[c].packed[p] for (c, p), t in tiers.items() if t == tier)
             for tier in (Tier.HOST, Tier.DISK)
         }
+        if self._saved_bytes:
+            packed[self._saved_tier] += self._saved_bytes
         return Layout(
             chunks=tuple(
                 replace(sizes.chunk, homes=ON_HOST, update=Tier.HOST)
@@ -402,8 +416,18 @@ class Drafter:
             host_bytes=packed[Tier.HOST],
             disk_bytes=packed[Tier.DISK],
             staging_bytes=staging,
+            saved_bytes=self._saved_bytes,
+            saved_tier=self._saved_tier,
             group=self.footprint.group,
         )
+
+    @cached_property
+    def _saved_bytes(self) -> int:
+        return saved_bytes(self.footprint.facts)
+
+    @cached_property
+    def _saved_tier(self) -> Tier:
+        return saved_tier(self._tiers, self.limits, self._saved_bytes)
 
     def _need(self, choice: Choice, parts: Parts) -> int:
         """Device bytes of these homes with the choice's arena, at the step's peak."""
@@ -419,7 +443,7 @@ class Drafter:
         if not choice.fill:
             return self._core_bytes(parts)
         # Also where this graph reads none of them: another one may.
-        if not self._takes_block(parts).any():
+        if not self._takes_block(parts).any() and not self._returns:
             return 0
         blocks = choice.gradient_blocks * self._gradient_block(parts)
         bound = Parts.of(self._bound_away)
@@ -433,7 +457,7 @@ class Drafter:
         if key not in self._known_cores:
             gathered = self._uses(parts)
             idle = takes.copy()
-            idle[[use.chunk for use in gathered]] = False
+            idle[[use.chunk for use in gathered if use.chunk < SAVED]] = False
             unread = idle_bytes(self._tally.nbytes[idle].tolist())
             self._known_cores[key] = max(core_bytes(gathered), unread)
         return self._known_cores[key]
@@ -458,9 +482,13 @@ class Drafter:
         return self.footprint.constant([Homes()] * len(self._sizes))
 
     def _uses(self, parts: Parts) -> tuple[Use, ...]:
-        """Uses of the chunks that are gathered into blocks."""
+        """Uses of the chunks that are gathered into blocks, and of activations that come back."""
         takes = self._takes_block(parts)
-        return tuple(use for use in self._all_uses if takes[use.chunk])
+        return (*(use for use in self._all_uses if takes[use.chunk]), *self._returns)
+
+    @cached_property
+    def _returns(self) -> tuple[Use, ...]:
+        return returns(self.footprint.facts)
 
     def _residents(self, parts: Parts) -> tuple[Use, ...]:
         """Uses of the chunks that are gathered where they are at home."""
@@ -478,7 +506,8 @@ class Drafter:
         if self._many:
             return self._shared_block
         column = COLUMN[Part.GRADIENTS]
-        return int(self._tally.packed[parts.away[:, column], column].max(initial=0))
+        gradients = int(self._tally.packed[parts.away[:, column], column].max(initial=0))
+        return block_for(gradients, self.footprint.facts)
 
     @cached_property
     def _shared_block(self) -> int:
@@ -502,6 +531,26 @@ def rounded_down(numel: int) -> int:
     that what is known of them need not be found again."""
     shift = max(0, numel.bit_length() - 4)
     return numel >> shift << shift
+
+
+def saved_bytes(facts: Facts) -> int:
+    """Bytes of a tier for the activations that leave, each at an alignment of its own."""
+    return sum(align(away.nbytes) for away in facts.departures)
+
+
+def saved_tier(tiers: Sequence[Tier], limits: Limits, nbytes: int) -> Tier:
+    """Where activations go: to the nearest tier that has room for all of them."""
+    if not nbytes or not tiers:
+        return Tier.DEVICE
+    return next((tier for tier in tiers if limits.of(tier) >= nbytes), tiers[-1])
+
+
+def block_for(gradients: int, facts: Facts) -> int:
+    """Bytes of a block through which gradients of so many bytes leave, and activations by pieces:
+    one is needed for them even where all gradients stay."""
+    if gradients or not facts.departures:
+        return gradients
+    return align(min(max(away.nbytes for away in facts.departures), SAVED_BLOCK_BYTES))
 
 
 def staging_bytes(block_bytes: int, limits: Limits) -> int:

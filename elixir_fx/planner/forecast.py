@@ -7,6 +7,7 @@ the seconds are exposed and booked under their cause:
 
     a gather waits for its chunk                     "disk->device", "peers->device"
     a reduce waits for a block, or copies into it    "device->disk", "reduce"
+    an activation that leaves likewise               "device->disk", "offload"
     the update waits for a unit or for its writes    "update" (see there)
     compute is slower while a link streams           "contention"
 
@@ -26,7 +27,7 @@ from itertools import accumulate, pairwise
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Forecast, Layout, Limits
+from elixir_fx.plan import SAVED, Chunk, Forecast, Layout, Limits
 from elixir_fx.planner.bound import lower_bound_s
 from elixir_fx.planner.footprint import Footprint
 from elixir_fx.planner.place import Stay, returning
@@ -35,8 +36,9 @@ from elixir_fx.planner.wires import Route, Wires, route
 
 ROUNDING_S = 1e-12  # less is the rounding of sums of seconds
 
-# The order of events between the same two nodes: a gather is asked for before a prefetch.
-_REDUCE, _GATHER, _PREFETCH = range(3)
+# The order of events between the same two nodes: what leaves makes room, and a gather is asked for
+# before a prefetch.
+_REDUCE, _LEAVE, _GATHER, _PREFETCH = range(4)
 
 
 @dataclass(kw_only=True)
@@ -159,6 +161,8 @@ class _Play:
             events.append((stay.first, _GATHER, index))
         for chunk, position in self.player.footprint.reduces.items():
             events.append((position + 1, _REDUCE, chunk))
+        for index, away in enumerate(self.player.facts.departures):
+            events.append((away.leaves + 1, _LEAVE, index))
         return sorted(events)
 
     def _graph(
@@ -175,19 +179,38 @@ class _Play:
             if kind == _REDUCE:
                 self._reduce(self.layout.chunks[index], following.get(index), under)
                 continue
+            if kind == _LEAVE:
+                self._leave(self.player.facts.departures[index].nbytes, under)
+                continue
             stay = self.stays[index]
-            chunk = self.layout.chunks[stay.chunk]
             if index in there:
                 self.timing.hits += kind == _GATHER
             elif kind == _PREFETCH:
-                under.arrived[index] = self._fetch(chunk)
+                under.arrived[index] = self._fetch(stay)
             else:
-                self._gather(chunk, stay, under.arrived.get(index))
+                self._gather(stay, under.arrived.get(index))
         wires.compute(starts[-1] - done_s)
 
-    def _fetch(self, chunk: Chunk) -> int:
+    def _leave(self, nbytes: int, under: _Pass) -> None:
+        """An activation leaves by the blocks of the gradients, in pieces of one."""
+        tier, block = self.layout.saved_tier, self.layout.gradient_block_bytes
+        path = route(self.machine, Tier.DEVICE, tier)
+        for start in range(0, nbytes, block):
+            piece = min(block, nbytes - start)
+            self._free_block(tier, under)
+            self._copy(2 * piece, "offload")
+            event = self.wires.event()
+            self.wires.send(path, [piece] * len(path), event=event)
+            under.blocks.append(event)
+
+    def _fetch(self, stay: Stay) -> int:
         event = self.wires.event()
         path: Route = ()
+        if stay.chunk >= SAVED:
+            path = route(self.machine, self.layout.saved_tier, Tier.DEVICE)
+            self.wires.send(path, [stay.nbytes] * len(path), event=event)
+            return event
+        chunk = self.layout.chunks[stay.chunk]
         if chunk.homes.parameters is not Tier.DEVICE:
             path = route(self.machine, chunk.homes.parameters, Tier.DEVICE)
         sizes = [chunk.share_bytes] * len(path)
@@ -197,17 +220,21 @@ class _Play:
         self.wires.send(path, sizes, event=event)
         return event
 
-    def _gather(self, chunk: Chunk, stay: Stay, arrived: int | None) -> None:
+    def _gather(self, stay: Stay, arrived: int | None) -> None:
         timing = self.timing
         if stay.kept or stay.resident:
             timing.hits += 1
             return
-        timing.gathered_bytes += chunk.nbytes
-        waited = self.wires.wait(self._fetch(chunk) if arrived is None else arrived)
+        waited = self.wires.wait(self._fetch(stay) if arrived is None else arrived)
         if waited > 0 or arrived is None:
             timing.misses += 1
         else:
             timing.hits += 1
+        if stay.chunk >= SAVED:
+            timing.expose(f"{self.layout.saved_tier}->device", waited)
+            return
+        chunk = self.layout.chunks[stay.chunk]
+        timing.gathered_bytes += chunk.nbytes
         timing.waits[chunk.id] = timing.waits.get(chunk.id, 0.0) + waited
         far = Tier.PEERS if chunk.sharded else chunk.homes.parameters
         timing.expose(f"{far}->device", waited)
@@ -221,11 +248,11 @@ class _Play:
             return
         self._through_block(chunk, following, under)
 
-    def _copy(self, nbytes: int) -> None:
-        """Pass the time in which the device reads and writes so much for a reduce."""
+    def _copy(self, nbytes: int, cause: str = "reduce") -> None:
+        """Pass the time in which the device reads and writes so much to send it away."""
         copy_s = nbytes / self.machine.stream_bytes_per_s
         self.wires.compute(copy_s)
-        self.timing.expose("reduce", copy_s)
+        self.timing.expose(cause, copy_s)
 
     def _through_block(self, chunk: Chunk, following: int | None, under: _Pass) -> None:
         """Gradients of a chunk, or of all ranks' chunk, on their way home."""

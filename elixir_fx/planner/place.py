@@ -22,17 +22,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_fx.facts import Facts
-from elixir_fx.plan import Chunk, align
+from elixir_fx.plan import SAVED, Chunk, align
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """When a chunk's parameters are read: first and last position in either phase."""
+    """When a chunk's parameters are read: first and last position in either phase. Before
+    position `there` it is not at home yet."""
 
     chunk: int
     nbytes: int
     forward: tuple[int, int] | None
     backward: tuple[int, int] | None
+    there: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,14 @@ def uses(facts: Facts, chunks: Iterable[Chunk]) -> tuple[Use, ...]:
     return tuple(found)
 
 
+def returns(facts: Facts) -> tuple[Use, ...]:
+    """When each activation that has left is read in the backward."""
+    return tuple(
+        Use(SAVED + index, away.nbytes, None, (away.first, away.last), there=away.leaves + 1)
+        for index, away in enumerate(facts.departures)
+    )
+
+
 def first_call(facts: Facts) -> int:
     """The first position that is surely no placeholder: somebody there reads something."""
     readers = [s.readers[0] for s in facts.storages if s.readers]
@@ -97,11 +107,17 @@ def place(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...
     keeps = sum(1 for use in stays if use.forward and use.backward)
     while True:
         found = _rotate(stays, capacity, earliest, keeps)
-        if found is not None:
-            return found
-        if keeps == 0:
-            return _color(stays, capacity, earliest)
+        if found is None and keeps == 0:
+            found = _color(stays, capacity, earliest)
+        if found is not None or keeps == 0:
+            return None if found is None else _once_there(found, stays)
         keeps //= 2
+
+
+def _once_there(found: Sequence[Stay], uses: Sequence[Use]) -> tuple[Stay, ...]:
+    """None of them begins before what it brings is at home."""
+    there = {use.chunk: use.there for use in uses if use.there}
+    return tuple(replace(s, start=max(s.start, there.get(s.chunk, 0))) for s in found)
 
 
 def returning(stays: Sequence[Stay]) -> frozenset[int]:

@@ -28,11 +28,18 @@ from numpy.typing import NDArray
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ALIGNMENT_BYTES, Chunk, Homes, Layout, Limits
 from elixir_fx.planner.bound import pair_s
-from elixir_fx.planner.draft import ON_HOST, Drafter, staging_bytes
+from elixir_fx.planner.draft import (
+    ON_HOST,
+    Drafter,
+    block_for,
+    saved_bytes,
+    saved_tier,
+    staging_bytes,
+)
 from elixir_fx.planner.footprint import Part, away, home
 from elixir_fx.planner.forecast import Player
 from elixir_fx.planner.pack import away_tiers
-from elixir_fx.planner.place import Stay, extent, first_call, idle_bytes, place, uses
+from elixir_fx.planner.place import Stay, extent, first_call, idle_bytes, place, returns, uses
 
 FEW = 40_000  # homes that are all listed
 BLOCKS = 3  # gradient blocks tried
@@ -132,6 +139,10 @@ class Completer:
         """The layout without its arena; None if the tiers cannot hold what is away."""
         footprint = self.player.footprint
         held = footprint.tier_bytes(chunks)
+        saved = saved_bytes(self.player.facts)
+        nearest = saved_tier(away_tiers(self.machine, self.limits), self.limits, saved)
+        if saved:
+            held[nearest] += saved
         staging = 0
         if not self.machine.unified and held[Tier.DISK]:
             largest = max(
@@ -151,6 +162,8 @@ class Completer:
             host_bytes=held[Tier.HOST],
             disk_bytes=held[Tier.DISK],
             staging_bytes=staging,
+            saved_bytes=saved,
+            saved_tier=nearest,
         )
         host = held[Tier.HOST] + staging
         host += footprint.layout_host_update_bytes(layout)
@@ -170,8 +183,9 @@ class Completer:
             for chunk, sizes in zip(layout.chunks, footprint.sizes, strict=True)
             if chunk.homes.gradients is not Tier.DEVICE
         ]
-        block = max(sending, default=0)
-        counts = range(1, min(BLOCKS, len(sending)) + 1) if block else (0,)
+        block = block_for(max(sending, default=0), self.player.facts)
+        leaving = len(sending) + len(self.player.facts.departures)
+        counts = range(1, min(BLOCKS, leaving) + 1) if block else (0,)
         gathered = [chunk for chunk in layout.chunks if chunk.homes.parameters is not Tier.DEVICE]
         known: set[tuple[tuple[Stay, ...], int]] = set()
         for count in counts:
@@ -208,7 +222,7 @@ class Completer:
     def _stays(self, gathered: Sequence[Chunk], area: int) -> tuple[Stay, ...] | None:
         key = (frozenset(chunk.id for chunk in gathered), area)
         if key not in self._placed:
-            needed = uses(self.player.facts, gathered)
+            needed = (*uses(self.player.facts, gathered), *returns(self.player.facts))
             self._placed[key] = place(needed, area, first_call(self.player.facts))
         return self._placed[key]
 

@@ -53,6 +53,7 @@ from elixir_fx.planner.place import (
     in_order,
     place,
     resident,
+    returns,
     uses,
 )
 from elixir_fx.planner.polish import FEW, SLACK, Completed, Option, Table
@@ -146,7 +147,10 @@ def schedule(
     stays: tuple[Stay, ...] = ()
     if not layout.keeps_all:
         gathered = [chunk for chunk in layout.chunks if chunk.gathered]
-        needed = uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)])
+        needed = (
+            *uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)]),
+            *returns(facts),
+        )
         found = place(needed, layout.gather_bytes, first_call(facts))
         if found is None:
             raise LayoutError(

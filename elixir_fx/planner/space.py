@@ -15,7 +15,19 @@ from itertools import product
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import ONE_RANK, Gather, Group, Layout, Limits, Plan, Reduce, Schedule, align
+from elixir_fx.plan import (
+    ONE_RANK,
+    SAVED,
+    Gather,
+    Group,
+    Layout,
+    Limits,
+    Offload,
+    Plan,
+    Reduce,
+    Schedule,
+    align,
+)
 from elixir_fx.planner.draft import Choice, Draft, Drafter, spread_arenas
 from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
@@ -88,7 +100,8 @@ class Space:
     @cached_property
     def kept_peak(self) -> int | None:
         """Device bytes of keeping everything; None if a pin or other ranks forbid it."""
-        if self.group.ranks > 1 or any(t != Tier.DEVICE for t in self.tiers_by_path.values()):
+        pinned = any(tier != Tier.DEVICE for tier in self.tiers_by_path.values())
+        if self.group.ranks > 1 or pinned or self.facts.departures:
             return None
         return self._whole.footprint.kept_peak
 
@@ -224,6 +237,7 @@ def make_schedule(
 ) -> Schedule:
     """The schedule of these stays, in the names of the graph's nodes, with its forecast."""
     facts = player.facts
+    saved = [stay for stay in stays if stay.chunk >= SAVED]
     gathers = tuple(
         Gather(
             chunk=stay.chunk,
@@ -236,6 +250,7 @@ def make_schedule(
             resident=stay.resident,
         )
         for stay in stays
+        if stay.chunk < SAVED
     )
     reduces = sorted(player.footprint.reduces.items(), key=lambda item: (item[1], item[0]))
     return Schedule(
@@ -246,6 +261,20 @@ def make_schedule(
         if layout.keeps_all
         else tuple(Reduce(chunk=chunk, after=facts.nodes[after]) for chunk, after in reduces),
         forecast=forecast(player, layout, stays, limits),
+        offloads=tuple(_offload(facts, stay) for stay in saved),
+    )
+
+
+def _offload(facts: Facts, stay: Stay) -> Offload:
+    away = facts.departures[stay.chunk - SAVED]
+    return Offload(
+        node=away.storage,
+        nbytes=away.nbytes,
+        after=facts.nodes[away.leaves],
+        before=facts.nodes[stay.first],
+        last=facts.nodes[stay.last],
+        offset=stay.offset,
+        prefetch=facts.nodes[stay.start] if stay.start < stay.first else None,
     )
 
 

@@ -10,14 +10,30 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from elixir_fx.errors import TierError
-from elixir_fx.plan import Chunk, align
+from elixir_fx.plan import align
 from elixir_fx.runtime.store import Region, Store
 from elixir_fx.runtime.transfers import Ticket
+
+
+class Movable(Protocol):
+    """What lies in a block: a chunk, or anything else that is away and comes back."""
+
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def sharded(self) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -38,13 +54,13 @@ class GatherCache:
     def __init__(
         self,
         store: Store,
-        chunks: Mapping[int, Chunk],
+        chunks: Mapping[int, Movable],
         homes: Mapping[int, Region],
         gather_bytes: int,
     ) -> None:
         self._store = store
-        self._chunks = chunks
-        self._homes = homes
+        self._chunks: dict[int, Movable] = dict(chunks)
+        self._homes = dict(homes)
         self._gather_bytes = gather_bytes
         self._blocks: dict[int, Block] = {}
         self._views: dict[tuple[int, int], Tensor] = {}
@@ -91,6 +107,21 @@ class GatherCache:
         block.references -= 1
         if block.end > self._gather_bytes and not block.references:
             del self._blocks[chunk]  # it lay beside the arena
+
+    def enter(self, number: int, moved: Movable, home: Region) -> None:
+        """There is one more thing to gather, beside the chunks."""
+        self._chunks[number] = moved
+        self._homes[number] = home
+
+    def leave(self, number: int) -> None:
+        """It is there no more."""
+        del self._chunks[number], self._homes[number]
+        block = self._blocks.get(number)
+        if block is not None and not block.references:
+            block.ticket.finish()
+            del self._blocks[number]
+        for key in [key for key in self._views if key[0] == number]:
+            del self._views[key]
 
     def release_all(self) -> None:
         """Drop every reference: a call was cut short by an exception."""

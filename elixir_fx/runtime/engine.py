@@ -24,6 +24,7 @@ from elixir_fx.runtime.gradients import Entry, Reducer
 from elixir_fx.runtime.heap import give_back_pages
 from elixir_fx.runtime.hooks import pass_by
 from elixir_fx.runtime.mapped import MappedCache, MappedFile
+from elixir_fx.runtime.offloads import Offloads
 from elixir_fx.runtime.parameters import AwayParameter, ChunkGradient, away, settle
 from elixir_fx.runtime.recycler import Recycler
 from elixir_fx.runtime.shards import ShardedHome
@@ -116,6 +117,7 @@ class Engine:
         self.take = self.recycler.take
         self.give = self.recycler.give
         self.reducer = self._make_reducer()
+        self.offloads = self._make_offloads()
 
     def _make_cache(self, chunks: Mapping[int, Chunk]) -> GatherCache | MappedCache:
         gather_bytes = self.layout.gather_bytes
@@ -125,6 +127,12 @@ class Engine:
 
     def _make_reducer(self) -> Reducer:
         return Reducer(self.layout, self.store, self._by_chunk, self._gradient_regions)
+
+    def _make_offloads(self) -> Offloads | None:
+        """None where nothing but parameters comes back into blocks."""
+        if isinstance(self.cache, MappedCache) or self.layout.group.ranks > 1:
+            return None
+        return Offloads(self.layout, self.store, self.cache, self.reducer)
 
     def _enter(self, chunk: Chunk, parameters: Mapping[str, nn.Parameter]) -> None:
         homes = chunk.homes
@@ -320,6 +328,24 @@ class Engine:
     ) -> list[Tensor | None]:
         """Add the chunk's gradients to p.grad; answer what autograd must get itself."""
         return self.reducer.reduce(chunk, slices, gradients, owned)
+
+    def offload(self, value: Tensor) -> Tensor:
+        """Send an activation away; its handle."""
+        assert self.offloads is not None
+        return self.offloads.offload(value)
+
+    def recall(self, handle: Tensor, offset: int) -> None:
+        assert self.offloads is not None
+        self.offloads.recall(handle, offset)
+
+    def reload(self, handle: Tensor, offset: int) -> Tensor:
+        """What left under this handle, until it is dropped."""
+        assert self.offloads is not None
+        return self.offloads.reload(handle, offset)
+
+    def drop(self, handle: Tensor) -> None:
+        assert self.offloads is not None
+        self.offloads.drop(handle)
 
     def pass_by(self, paths: Iterable[str]) -> None:
         """Keep the hooks of ordinary parameters quiet that get no gradient in this pass."""

@@ -244,6 +244,19 @@ class Reducer:
         if all(block.fetching != following for block in self._blocks):
             self._fetch_old(following, self._free_block())
 
+    def send(self, region: Region, flat: Tensor) -> None:
+        """Copy a contiguous value away, by way of the blocks: in a forward they are free."""
+        value = flat.view(torch.uint8)
+        size = self._blocks[0].memory.numel()
+        for first in range(0, region.nbytes, size):
+            piece = value[first : first + size]
+            block = self._free_block()
+            block.fetching = None
+            block.settle()
+            memory = block.memory[: piece.numel()]
+            memory.copy_(piece)
+            block.ticket = self._store.put(region.part(first, piece.numel()), memory)
+
     def start(self) -> None:
         """A backward begins: what an earlier one left half way is forgotten."""
         self._previous = None
