@@ -21,7 +21,7 @@ from torch.fx.graph import CodeGen
 
 from elixir_fx import ops
 from elixir_fx.kernels import SHARED, Compiled, Empty
-from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, recycled_root
+from elixir_fx.recycling import COPIES, OUT_VARIANTS, ROOM, ROOM_BEHIND, recycled_root
 from elixir_fx.step import (
     StepGraph,
     identifier,
@@ -64,7 +64,7 @@ class Runtime(Protocol):
         strides: Sequence[int],
         dtype: torch.dtype,
     ) -> Tensor: ...
-    def give(self, value: Tensor) -> None: ...
+    def give(self, value: Tensor, room_bytes: int) -> None: ...
 
 
 Executable = Callable[[Runtime, list[Any]], Sequence[Any]]
@@ -203,7 +203,7 @@ def executable(half: fx.GraphModule) -> Executable:
                 # Some operators lay their results out otherwise than their fakes say.
                 copied.target = torch.ops.aten.reshape.default
         for last in dying.get(node, ()):
-            graph.call_method("give", (owner, known[last]))
+            graph.call_method("give", (owner, known[last], _room_behind(node)))
     if owner is not None and not owner.users:
         graph.erase_node(owner)
     graph.set_codegen(BoxedCode())
@@ -304,6 +304,13 @@ def _write_into_block(
     target, out = OUT_VARIANTS[node.target]
     kwargs = fx.node.map_arg(node.kwargs, known.__getitem__)
     return graph.call_function(target, args, {**kwargs, out: block})
+
+
+def _room_behind(node: fx.Node) -> int:
+    """What the recycler may hold behind a node: nodes of ours go by the operator before them."""
+    while ROOM_BEHIND not in node.meta and node.op not in ("placeholder", "root"):
+        node = node.prev
+    return int(node.meta.get(ROOM_BEHIND, 0))
 
 
 def _last_readers(half: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:

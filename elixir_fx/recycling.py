@@ -4,10 +4,12 @@ Between rewriting and code generation, on a CPU under a budget. Marks nodes of t
 `codegen` turns a marked operator into its out-variant on a block from the runtime's recycler,
 and gives a block back after the last reader of its memory. The kernels are the same, so every
 bit is; only operators whose out-variant runs the same kernel are listed. How much the recycler
-may hold at a node is the step's peak of live bytes less what is live until the next mark.
+may hold behind a node is the step's peak of live bytes less what is live until the next mark, where
+it can let go of some.
 """
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from elixir_fx.step import StepGraph, is_symbolic, memory_root, value
 OUTPUT_BYTES = 64 * 1024  # left for small results that the caller keeps, a loss
 SMALLEST_BYTES = 256 * 1024  # results below this come from the heap, which reuses them itself
 ROOM = "elixir_room"  # node.meta key: bytes that may stay held while this result is live
+ROOM_BEHIND = "elixir_room_behind"  # node.meta key: and behind a node, until the next such result
 
 _aten: Any = torch.ops.aten
 # Functional operator -> (out-variant that runs the same kernel, name of its out argument).
@@ -49,13 +52,20 @@ COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})  # an empty bl
 
 
 def mark_recycled(step: StepGraph) -> None:
-    """Mark the results that come from the recycler. Before the rewriting: positions are those
-    of the captured graph."""
+    """Mark the results that come from the recycler, and how much it may hold behind any node.
+    Where `step.storages` and the graph are of one state."""
     roles = {storage.name: storage.role for storage in step.storages}
-    marked = [node for node in step.nodes if _suits(node, roles.get(node.name))]
-    rooms = _rooms(step, [node.name for node in marked])
-    for node in marked:
-        node.meta[ROOM] = rooms[node.name]
+    marked = {node for node in step.nodes if _suits(node, roles.get(node.name))}
+    if not marked:
+        return
+    live, most = _live_bytes(step)
+    behind = most  # what may be held behind the node that is looked at, in reverse
+    for node, there in zip(reversed(step.nodes), reversed(live), strict=True):
+        node.meta[ROOM_BEHIND] = max(0, behind)
+        behind = min(behind, most - there)
+        if node in marked:
+            node.meta[ROOM] = max(0, behind)
+            behind = most  # it lets go of what is held
 
 
 def recycled_root(node: fx.Node) -> str | None:
@@ -79,8 +89,8 @@ def _suits(node: fx.Node, role: Role | None) -> bool:
     return nbytes >= SMALLEST_BYTES and dense and fake.untyped_storage().nbytes() == nbytes
 
 
-def _rooms(step: StepGraph, names: list[str]) -> dict[str, int]:
-    """Bytes that may be held beside what is live, from each named node up to the next one."""
+def _live_bytes(step: StepGraph) -> tuple[list[int], int]:
+    """Live bytes by node, and the most that may be live and held together."""
     position = {node.name: index for index, node in enumerate(step.nodes)}
     leaves = _departures(step, position)
     change = [0] * (len(position) + 1)
@@ -88,19 +98,11 @@ def _rooms(step: StepGraph, names: list[str]) -> dict[str, int]:
         if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
             change[storage.born] += storage.nbytes
             change[leaves.get(storage.name, storage.dies) + 1] -= storage.nbytes
-    live, total = [], 0
-    for step_change in change:
-        total += step_change
-        live.append(total)
+    live = list(accumulate(change[:-1]))
     assert step.layout is not None
     # Gradient blocks give their pages back between backward passes, which pays for what no
     # plan counts (the compiler's objects, kernels' scratch): the recycler leaves that alone.
-    peak = max(live) - step.layout.block_bytes - OUTPUT_BYTES
-    marks = [position[name] for name in names] + [len(live)]
-    return {
-        name: max(0, peak - max(live[marks[index] : marks[index + 1]]))
-        for index, name in enumerate(names)
-    }
+    return live, max(live) - step.layout.block_bytes - OUTPUT_BYTES
 
 
 def _departures(step: StepGraph, position: dict[str, int]) -> dict[str, int]:

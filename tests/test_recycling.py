@@ -84,18 +84,18 @@ def test_memory_that_somebody_else_holds_is_not_taken() -> None:
     recycler = Recycler()
     value = recycler.take(4096, 0, (1024,), (1,), torch.float32)
     view = value[3:]
-    recycler.give(value)
+    recycler.give(value, 4096)
     assert recycler.held_bytes == 0
     del view
     leaf = torch.nn.Parameter(torch.zeros(1024))
     leaf.grad = value
-    recycler.give(value)
+    recycler.give(value, 4096)
     assert recycler.held_bytes == 0
     leaf.grad = value.view(1024)
-    recycler.give(value)
+    recycler.give(value, 4096)
     assert recycler.held_bytes == 0
     leaf.grad = None
-    recycler.give(value)
+    recycler.give(value, 4096)
     assert recycler.held_bytes == 4096
     again = recycler.take(4096, 0, (4, 256), (256, 1), torch.float32)
     assert recycler.held_bytes == 0 and again.data_ptr() == value.data_ptr()

@@ -8,32 +8,37 @@ the best layout; the best of them is the plan:
     over        decisions: what becomes of each family of activations
 
 Storages that equal layers leave are one family and get equal treatment, but that only the first
-layers' may leave: those have the longest time to come back. A family's price is the seconds of
-computing one of its storages again, alone, for each byte; families are dropped the cheapest
-first, and then each is treated in every other way once more, as long as that helps (`_Choosing`).
-First tries are searched with little effort, the best with all.
+half of the layers' may leave: those have the longest time to come back. `Account` estimates the
+seconds of a decision; from several starts one family after the other is treated otherwise while
+that gains. The most promising guesses are rewritten and estimated once more, and of these the best
+are searched. All is bounded by counts.
 """
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts, Role, Storage
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner import search as settled
-from elixir_fx.planner.footprint import live_peak_bytes
+from elixir_fx.planner.bound import PROVED, least_bytes, pair_s, update_compute_s
+from elixir_fx.planner.footprint import live_bytes, live_peak_bytes
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.repeated import BlockedError, Step, Walk, rewritten
 
 SMALL = 1 / 500  # of all activations: a storage below is not worth a decision
-TRIED = 600  # chunks of the drafts of a first try
-FINALISTS = 2  # decisions that are searched with all effort
-
-PARTS = (1.0, 0.5)  # of a family, its first layers, that may leave
+GUESSES = 4  # decisions that are looked at closely,
+FINALISTS = 2  # and of these searched
+SWEEPS = 3  # over all families, from one start
+SLACK = 1e-6  # a gain that is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,6 @@ class Decision:
 
     def send(self, names: Iterable[str]) -> "Decision":
         return Decision(self.dropped - frozenset(names), self.away | frozenset(names))
-
-    def keep(self, names: Iterable[str]) -> "Decision":
-        return Decision(self.dropped - frozenset(names), self.away - frozenset(names))
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -98,6 +100,12 @@ class Family:
     @property
     def price(self) -> float:
         return self.again_s / self.nbytes
+
+    @property
+    def halves(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Of the first layers and of the others."""
+        middle = math.ceil(len(self.names) / 2)
+        return self.names[:middle], self.names[middle:]
 
 
 def families(step: Step) -> tuple[Family, ...]:
@@ -280,94 +288,198 @@ class _Choosing:
     pins: Mapping[str, Tier]
     group: Group
     micro_batches: int
-    tried: dict[Decision, Plan | None] = field(default_factory=dict)
 
     def best(self) -> Plan:
-        first = self._plan(KEEP_ALL, settled.EFFORT, fails=len(self.activations.rungs) == 1)
-        if first is not None and not self._may_gain(first):
-            return first
-        if first is not None:
-            self.tried[KEEP_ALL] = first
-        for decision in self.activations.rungs[1:]:
-            self._try(decision)
-        self._improve()
-        found = [first] if first is not None else []
-        for decision in [d for d in self._ranked() if d != KEEP_ALL][:FINALISTS]:
-            plan = self._plan(decision, settled.EFFORT)
-            found += [] if plan is None else [plan]
-        if not found:
-            return self._refused()
+        found: list[Plan] = []
+        refusal: PlanError | None = None
+        try:
+            found.append(self._plan(KEEP_ALL))
+        except PlanError as error:
+            refusal = error
+        if not self.activations.families or (found and found[0].forecast.gap <= PROVED):
+            return self._fastest(found, refusal)
+        for decision in self._promising()[:FINALISTS]:
+            try:
+                found.append(self._plan(decision))
+            except PlanError as error:
+                refusal = error
+        if not found:  # the least memory of all
+            found.append(self._plan(self.activations.thriftiest()))
+        return self._fastest(found, refusal)
+
+    @staticmethod
+    def _fastest(found: list[Plan], refusal: PlanError | None) -> Plan:
+        if not found and refusal is not None:
+            raise refusal
         return min(found, key=lambda plan: plan.forecast.step_s)
 
-    def _may_gain(self, plan: Plan) -> bool:
-        """Whether the step waits for anything at all."""
-        return len(self.activations.rungs) > 1 and plan.forecast.gap > 1e-4
+    def _plan(self, decision: Decision) -> Plan:
+        made = self.activations.of(decision)
+        if made is None:
+            raise PlanError("these activations cannot be computed again")
+        plan = settled.search(
+            made[1], self.machine, self.limits, self.pins, self.group, self.micro_batches
+        )
+        return self.activations.plan(decision, plan)
 
-    def _refused(self) -> Plan:
-        """The refusal, with the least memory of all."""
-        plan = self._plan(self.activations.thriftiest(), settled.EFFORT, fails=True)
-        assert plan is not None
-        return plan
+    def _promising(self) -> list[Decision]:
+        """Decisions in the order of their promise, by what they really take."""
+        account = Account(
+            activations=self.activations,
+            machine=self.machine,
+            limits=self.limits,
+            group=self.group,
+            micro_batches=self.micro_batches,
+        )
+        exact = {d: account.exact_s(d) for d in account.guesses()[:GUESSES] if d != KEEP_ALL}
+        return sorted((d for d in exact if exact[d] < math.inf), key=lambda d: (exact[d], d.order))
 
-    def _ranked(self) -> list[Decision]:
-        worked = {d: p.forecast.step_s for d, p in self.tried.items() if p is not None}
-        return sorted(worked, key=lambda d: (worked[d], d.order))
 
-    def _improve(self) -> None:
-        """Treat the families of the best decision otherwise, one at a time, while that helps."""
-        for family in reversed(self.activations.families):  # the dearest first
-            for change in self._changes(family):
-                ranked = self._ranked()
-                if not ranked:
-                    return
-                self._try(change(ranked[0]))
+class Ways(StrEnum):
+    """What may become of a family."""
 
-    def _changes(self, family: Family) -> Iterator[Callable[[Decision], Decision]]:
-        names = family.names
+    KEEP = "keep"
+    DROP = "drop"
+    AWAY = "away"
+    HALF_AWAY = "half"  # the first layers' leave, the others are kept
+    HALF_AGAIN = "half again"  # or computed again
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What decisions take, estimated: seconds of a step of which all that moves is hidden behind
+    the graph's compute but for the update.
+
+        step_s = max(links_s(states and activations that do not fit),
+                     compute_s + copies_s + lost_s + update_s(states that do not fit))
+
+    Of a guess the peak is that of the captured step less what every family saves, which forgets
+    what repetitions need; `exact_s` takes the rewritten step's.
+    """
+
+    activations: Activations
+    machine: Machine
+    limits: Limits
+    group: Group
+    micro_batches: int
+
+    def guesses(self) -> list[Decision]:
+        """Decisions from which no change of one family gains, the most promising first: from
+        several starts."""
+        count = len(self._families)
+        starts = [(Ways.KEEP,) * count, (Ways.DROP,) * count]
+        starts += [(Ways.DROP,) * n + (Ways.KEEP,) * (count - n) for n in range(1, count)]
         if self._may_leave:
-            for part in PARTS:
-                first = names[: math.ceil(part * len(names))]
-                yield partial(_sent, names, first)
-        yield partial(_kept, names)
-        yield partial(_dropped, names)
+            starts.append((Ways.AWAY,) * count)
+        found = {ways: self._guess_s(ways) for ways in map(self._descend, starts)}
+        ranked = sorted(found, key=lambda ways: (found[ways], self.decision(ways).order))
+        return list(dict.fromkeys(map(self.decision, ranked)))
+
+    def exact_s(self, decision: Decision) -> float:
+        """The estimate by the facts of the rewritten step; infinite if there is none."""
+        made = self.activations.of(decision)
+        if made is None:
+            return math.inf
+        facts = made[1]
+        away = sum(one.nbytes for one in facts.departures)
+        return self._step_s(facts.compute_s, live_peak_bytes(facts), away)
+
+    def decision(self, ways: Sequence[Ways]) -> Decision:
+        found = KEEP_ALL
+        for family, way in zip(self._families, ways, strict=True):
+            first, rest = family.halves
+            if way is Ways.DROP:
+                found = found.drop(family.names)
+            elif way is Ways.AWAY:
+                found = found.send(family.names)
+            elif way is not Ways.KEEP:
+                found = found.send(first)
+                found = found.drop(rest) if way is Ways.HALF_AGAIN else found
+        return found
 
     @property
+    def _families(self) -> tuple[Family, ...]:
+        return self.activations.families
+
+    @cached_property
     def _may_leave(self) -> bool:
         """Whether there is somewhere to go. Ranks would have to agree on what came back when."""
         return self.group.ranks == 1 and bool(away_tiers(self.machine, self.limits))
 
-    def _try(self, decision: Decision) -> None:
-        if decision not in self.tried:
-            self.tried[decision] = self._plan(decision, TRIED)
+    @cached_property
+    def _ways(self) -> tuple[Ways, ...]:
+        return tuple(Ways) if self._may_leave else (Ways.KEEP, Ways.DROP)
 
-    def _plan(self, decision: Decision, effort: int, *, fails: bool = False) -> Plan | None:
-        made = self.activations.of(decision)
-        if made is None:
-            return None
-        try:
-            plan = settled.search(
-                made[1],
-                self.machine,
-                self.limits,
-                self.pins,
-                self.group,
-                self.micro_batches,
-                effort=effort,
-            )
-        except PlanError:
-            if fails:
-                raise
-            return None
-        return self.activations.plan(decision, plan)
+    def _descend(self, ways: tuple[Ways, ...]) -> tuple[Ways, ...]:
+        best, best_s = ways, self._guess_s(ways)
+        for _ in range(SWEEPS):
+            before = best_s
+            for place in range(len(ways)):
+                for way in self._ways:
+                    other = (*best[:place], way, *best[place + 1 :])
+                    other_s = self._guess_s(other)
+                    if other_s < best_s * (1 - SLACK):
+                        best, best_s = other, other_s
+            if best_s == before:
+                break
+        return best
 
+    def _guess_s(self, ways: tuple[Ways, ...]) -> float:
+        compute_s, away, live = self.activations.facts.compute_s, 0, self._live.copy()
+        for family, way, (all_of, first) in zip(self._families, ways, self._saved, strict=True):
+            count, half = len(family.names), len(family.halves[0])
+            if way in (Ways.DROP, Ways.HALF_AGAIN):
+                compute_s += family.again_s * (count if way is Ways.DROP else count - half)
+            if way not in (Ways.KEEP, Ways.DROP):
+                away += family.nbytes * (count if way is Ways.AWAY else half)
+            if way is not Ways.KEEP:
+                live -= first if way is Ways.HALF_AWAY else all_of
+        return self._step_s(compute_s, int(live.max(initial=0)), away)
 
-def _sent(names: tuple[str, ...], some: tuple[str, ...], decision: Decision) -> Decision:
-    return decision.keep(names).send(some)
+    @cached_property
+    def _live(self) -> NDArray[np.int64]:
+        return live_bytes(self.activations.facts)
 
+    @cached_property
+    def _saved(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """By position the bytes of a family, and of its first half, that nobody reads there: from
+        the last reader in the forward to the first in the backward."""
+        facts = self.activations.facts
+        storages = {storage.name: storage for storage in facts.storages}
 
-def _kept(names: tuple[str, ...], decision: Decision) -> Decision:
-    return decision.keep(names)
+        def unread(names: Sequence[str]) -> NDArray[np.int64]:
+            found = np.zeros(len(facts.nodes), dtype=np.int64)
+            for storage in (storages[name] for name in names):
+                early = [r for r in storage.readers if r < facts.backward]
+                late = [r for r in storage.readers if r >= facts.backward]
+                found[max([storage.born, *early]) + 1 : min(late)] += storage.nbytes
+            return found
 
+        return [(unread(family.names), unread(family.halves[0])) for family in self._families]
 
-def _dropped(names: tuple[str, ...], decision: Decision) -> Decision:
-    return decision.drop(names)
+    def _step_s(self, compute_s: float, peak: int, away: int) -> float:
+        """Seconds of a step with so much compute in a graph, live bytes at its peak and bytes of
+        activations that leave."""
+        facts, machine, batches = self.activations.facts, self.machine, self.micro_batches
+        room = self.limits.device - facts.buffer_bytes - peak
+        if room < 0:
+            return math.inf
+        ranks = self.group.ranks
+        step, update = least_bytes(facts, room * ranks)
+        step, update = step.share(ranks), update.share(ranks)
+        far = Tier.DISK if machine.unified else Tier.HOST
+        into, out = machine.find_link(far, Tier.DEVICE), machine.find_link(Tier.DEVICE, far)
+        if into is None or out is None:
+            return batches * compute_s if not update.writes else math.inf
+        reads, writes = step.reads + batches * away, step.writes + batches * away
+        lost_s = (
+            batches
+            * away
+            * (into.compute_share / into.bytes_per_s + out.compute_share / out.bytes_per_s)
+        )
+        graph_s = batches * (compute_s + 2 * away / machine.stream_bytes_per_s) + lost_s
+        update_s = max(
+            update_compute_s(facts, machine) / ranks,
+            pair_s(machine, Tier.DEVICE, far, update.reads, update.writes),
+        )
+        return max(pair_s(machine, Tier.DEVICE, far, reads, writes), graph_s + update_s)

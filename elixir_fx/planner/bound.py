@@ -18,7 +18,7 @@ backward has ended, must load and store
     reads  >= T - D       what it changes, and was not on the device when it began
     writes >= U - D       what it changed, and is not on the device when it ends
 
-(`_least_bytes`). Links to the disk see the same with D + H, H the host budget, in place of D. A
+(`least_bytes`). Links to the disk see the same with D + H, H the host budget, in place of D. A
 pair of links with rates r, w alone and r', w' when both run needs for R and W bytes at least
 
     min  a + b + c   with  r a + r' c >= R,  w b + w' c >= W,  a, b, c >= 0
@@ -95,7 +95,7 @@ def simple_bound_s(
     device = max(0, limits.device - facts.buffer_bytes)
     step_s = update_s = 0.0
     for near, far, budget in _pairs(machine, device, limits.host):
-        step, update = _least_bytes(facts, budget * group.ranks)
+        step, update = least_bytes(facts, budget * group.ranks)
         step, update = step.share(group.ranks), update.share(group.ranks)
         step_s = max(step_s, pair_s(machine, near, far, step.reads, step.writes))
         update_s = max(update_s, pair_s(machine, near, far, update.reads, update.writes))
@@ -136,7 +136,7 @@ def _pairs(machine: Machine, device: int, host: int) -> list[tuple[Tier, Tier, i
     return [(Tier.DEVICE, Tier.HOST, device), disk]
 
 
-def _least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
+def least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
     """What the step, and the update alone, must move past `budget` bytes of memory."""
     optimizer = facts.optimizer
     trained = changed = other = 0

@@ -338,6 +338,11 @@ def _on_host(layout: Layout) -> set[int]:
     return {chunk.id for chunk in layout.chunks if chunk.update is Tier.HOST}
 
 
+def live_bytes(facts: Facts) -> NDArray[np.int64]:
+    """Bytes of activations, temporaries and gradients on their way, by position."""
+    return Footprint(facts, ()).live
+
+
 def live_peak_bytes(facts: Facts) -> int:
     """The most bytes of activations, temporaries and gradients on their way, in any layout."""
     return Footprint(facts, ()).live_peak

@@ -81,13 +81,12 @@ def search(
     pins: Mapping[str, Tier] | None = None,
     group: Group = ONE_RANK,
     micro_batches: int = 1,
-    effort: int = EFFORT,
 ) -> Plan:
     """The best plan found for a step under `limits` of each rank, by the forecast's step time.
 
     `pins` fix the home of parameters, by parameter or module path; a step has `micro_batches`
-    forwards and backwards. `effort` bounds the chunks of all drafts that are made. PlanError if no
-    plan meets the limits, with the least device memory that would do.
+    forwards and backwards. PlanError if no plan meets the limits, with the least device memory
+    that would do.
     """
     space = Space(
         facts=facts,
@@ -103,7 +102,7 @@ def search(
     global_state = facts.optimizer is not None and facts.optimizer.global_state
     if global_state or space.least is None or space.least[0] > limits.device:
         raise PlanError(space.refusal())
-    return space.plan(_Search(space, effort=effort).best())
+    return space.plan(_Search(space).best())
 
 
 def smallest(

@@ -20,6 +20,7 @@ from elixir_fx.plan import Layout, align
 from elixir_fx.runtime.accumulation import is_idle
 from elixir_fx.runtime.cache import GatherCache
 from elixir_fx.runtime.gradients import Reducer
+from elixir_fx.runtime.meter import uncounted
 from elixir_fx.runtime.store import Region, Store
 
 FIRST = 1 << 32  # numbers of activations in the gather cache, beyond those of chunks
@@ -61,7 +62,8 @@ class Offloads:
         if flat is None or region is None:
             return value
         number, self._next = self._next, self._next + 1
-        handle = torch.tensor(number)
+        with uncounted():
+            handle = torch.tensor(number)
         self._away[number] = saved = Saved(
             nbytes=flat.nbytes,
             numel=flat.numel(),

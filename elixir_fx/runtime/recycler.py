@@ -49,11 +49,13 @@ class Recycler:
         # A tensor of its own, not a view: a view would keep the one before it alive.
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), tuple(strides))
 
-    def give(self, value: Tensor) -> None:
-        """The generated code does not read `value`, or any view of its memory, any more."""
+    def give(self, value: Tensor, room_bytes: int) -> None:
+        """The generated code does not read `value`, or any view of its memory, any more; so many
+        bytes may be held from here to the next `take`."""
         storage = value.untyped_storage()
-        if self.keeps and held_alone(value, storage):
-            nbytes = storage.nbytes()
+        nbytes = storage.nbytes()
+        fits = self.held_bytes + nbytes <= room_bytes
+        if fits and self.keeps and held_alone(value, storage):
             self._free.setdefault(nbytes, []).append(storage)
             self.held_bytes += nbytes
 
