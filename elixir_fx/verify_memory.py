@@ -12,8 +12,9 @@ from torch import Tensor, fx
 
 from elixir_fx import ops
 from elixir_fx.errors import VerifyError
+from elixir_fx.facts import OptimizerFacts
 from elixir_fx.machine import Tier
-from elixir_fx.plan import Chunk, Plan, Slice, align
+from elixir_fx.plan import Chunk, Layout, Plan, Slice, align
 from elixir_fx.step import (
     StepGraph,
     is_item,
@@ -108,6 +109,8 @@ def _update_bytes(step: StepGraph, plan: Plan, tier: Tier) -> int:
     scratch, and in the first step its new states before they go home."""
     if step.optimizer is None:
         return 0
+    if plan.layout.keeps_all:
+        return _kept_update_bytes(step.optimizer, plan.layout) if tier is Tier.DEVICE else 0
     largest = 0
     for chunk in plan.layout.chunks:
         away = chunk.homes.states is not Tier.DEVICE or chunk.sharded
@@ -118,6 +121,18 @@ def _update_bytes(step: StepGraph, plan: Plan, tier: Tier) -> int:
                 elements = sum(chunk.own_width(piece, rank) for piece in unit)
                 largest = max(largest, per_element * elements)
     return largest
+
+
+def _kept_update_bytes(optimizer: OptimizerFacts, layout: Layout) -> int:
+    """The same where nothing streams: the optimizer's own way through all parameters."""
+    each = [
+        optimizer.of(chunk.dtype).scratch_bytes * piece.span
+        for chunk in layout.chunks
+        for piece in chunk.slices
+        if chunk.trainable
+    ]
+    at_once = optimizer.foreach or optimizer.global_state
+    return sum(each) if at_once else max(each, default=0)
 
 
 def _constant_bytes(step: StepGraph, plan: Plan) -> int:

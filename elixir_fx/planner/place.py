@@ -85,7 +85,13 @@ def uses(facts: Facts, chunks: Iterable[Chunk]) -> tuple[Use, ...]:
 def returns(facts: Facts) -> tuple[Use, ...]:
     """When each activation that has left is read in the backward."""
     return tuple(
-        Use(SAVED + index, away.nbytes, None, (away.first, away.last), there=away.leaves + 1)
+        Use(
+            chunk=SAVED + index,
+            nbytes=align(away.nbytes),
+            forward=None,
+            backward=(away.first, away.last),
+            there=away.leaves + 1,
+        )
         for index, away in enumerate(facts.departures)
     )
 
