@@ -170,7 +170,8 @@ def _placeholder(step: StepGraph, graph: fx.Graph, node: fx.Node) -> fx.Node:
     name = identifier(known.path) if known is not None else ""
     placeholder = graph.placeholder(name or node.name)
     placeholder.meta = dict(node.meta)
-    made = memory_root(node).op != "placeholder"
+    root = memory_root(node)
+    made = root.op != "placeholder" and root.target is not ops.OFFLOAD  # a handle is a number
     placeholder.meta[SAVED] = made and isinstance(value(node), Tensor)
     placeholder.meta[ROOT] = recycled_root(node)
     placeholder.meta.pop(ROOM, None)

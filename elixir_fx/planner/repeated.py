@@ -281,6 +281,7 @@ class _Rewriting:
         for node, flow in enumerate(facts.flow[: facts.backward]):
             storage = step.storage.get(flow.root)
             own = storage is not None and storage.role is not Role.PARAMETER
+            own = own and flow.root not in self.walk.away
             if flow.derives and own and node not in self.copy:
                 derived[flow.derives].append(node)
         place = {s.path: root for root, s in step.storage.items() if s.role is Role.PARAMETER}
