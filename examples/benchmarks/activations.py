@@ -48,6 +48,7 @@ BATCH = 4
 SHARES = (0.2, 0.25, 0.35, 0.5, 0.75)
 BUDGETS = (0.3, 0.6)  # of torch's partitioner
 WARM, ROUNDS = 1, 4
+TOGETHER = 3  # sides beside plain PyTorch that take turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,24 +211,28 @@ def row(side: Side, plain: Side, memory: int) -> tuple[str, str]:
     )
     if side.setting.kind == "ours":
         text += (
-            f", counted {side.counted_bytes / MIB:.0f} of {side.setting.share * memory / MIB:.0f}, "
+            f", counted {side.counted_bytes / MIB:.0f} of "
+            f"{side.setting.share * memory / MIB:.0f}, "
             f"forecast {side.told['forecast_peak_bytes'] / MIB:.0f}; "
-            f"step {statistics.median(side.seconds):.2f} s, forecast {side.told['forecast_s']:.2f}; "
+            f"step "
+            f"{statistics.median(side.seconds):.2f} s, forecast {side.told['forecast_s']:.2f}; "
             f"{side.told['repeated']} operators again, "
             f"{side.told['away_bytes'] / MIB:.0f} MiB away"
         )
     return side.setting.name, text
 
 
-def checks(sides: Sequence[Side], plain: Side) -> Iterator[tuple[str, str]]:
-    ours = [side for side in sides if side.setting.kind == "ours"]
+def checks(pairs: Sequence[tuple[Side, Side]]) -> Iterator[tuple[str, str]]:
+    """Of sides, each with the plain one that took turns with it."""
+    ours = [pair for pair in pairs if pair[0].setting.kind == "ours"]
     for share, least in ((0.25, 0.8), (0.5, 0.92)):
-        for side in (one for one in ours if one.setting.share == share):
-            speed = side.tokens_per_s / plain.tokens_per_s
-            yield check(f"tokens/s at {share:.0%}, of plain", speed, least, at_least=True)
-    equal = sum(side.losses == plain.losses for side in ours)
+        for side, plain in ours:
+            if side.setting.share == share:
+                speed = side.tokens_per_s / plain.tokens_per_s
+                yield check(f"tokens/s at {share:.0%}, of plain", speed, least, at_least=True)
+    equal = sum(side.losses == plain.losses for side, plain in ours)
     yield check("sides of ours with plain PyTorch's losses", equal, len(ours), at_least=True)
-    peaks = [abs(s.counted_bytes / s.told["forecast_peak_bytes"] - 1) for s in ours]
+    peaks = [abs(s.counted_bytes / s.told["forecast_peak_bytes"] - 1) for s, _ in ours]
     yield check("peak off its forecast, the most", max(peaks), 0.03)
 
 
@@ -284,15 +289,19 @@ def main() -> None:
     args = arguments()
     memory = plain_bytes()
     settings = [
-        Setting(kind="plain"),
         Setting(kind="checkpoint"),
-        *(Setting(kind="partitioner", share=share) for share in BUDGETS),
         *(Setting(kind="ours", share=share, memory=memory) for share in args.shares),
+        *(Setting(kind="partitioner", share=share) for share in BUDGETS),
     ]
-    plain, *others = sides = in_turns(settings, args.disk, args.rounds)
+    pairs: list[tuple[Side, Side]] = []
+    for first in range(0, len(settings), TOGETHER):  # memory holds no more of them at once
+        group = [Setting(kind="plain"), *settings[first : first + TOGETHER]]
+        plain, *others = in_turns(group, args.disk, args.rounds)
+        pairs += [(side, plain) for side in others]
     rows = [("plain PyTorch needs", f"{memory / MIB:.0f} MiB, counted")]
-    rows += [row(side, plain, memory) for side in sides]
-    rows += checks(others, plain)
+    rows += [row(side, plain, memory) for side, plain in [(plain, plain), *pairs]]
+    rows += checks(pairs)
+    sides = [plain, *(side for side, _ in pairs)]
     numbers = [{**asdict(s.setting), **s.told, "steps": s.lines} for s in sides]
     report("activations", args, rows, {"sides": numbers})
     if args.save:
