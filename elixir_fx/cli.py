@@ -128,11 +128,10 @@ def _plan(arguments: argparse.Namespace) -> str:
         host_memory=arguments.host_memory,
         disk_memory=arguments.disk_memory,
     )
+    reasons = f"\n{made.explain()}" if arguments.explain else ""  # what is saved has them, too
     if arguments.save is not None:
         made.save(arguments.save)
-    if arguments.json:
-        return f"{made.to_json()}\n"
-    return f"{plan_text(made)}\n{made.explain()}" if arguments.explain else plan_text(made)
+    return f"{made.to_json()}\n" if arguments.json else plan_text(made) + reasons
 
 
 def _real(value: Any) -> Any:

@@ -3,7 +3,7 @@
 Plain text of the standard library: a plan is read where neither torch nor the planner is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from elixir_fx.units import GIB, MIB, sizes, times
@@ -31,6 +31,28 @@ class WhatIf:
 
     limit_bytes: int
     step_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """What a plan's device memory buys, and what other budgets would change."""
+
+    worth: tuple[Worth, ...] = ()
+    what_if: tuple[WhatIf, ...] = ()
+
+
+class Why:
+    """A plan's account, worked out when it is first asked for: that takes several searches."""
+
+    def __init__(self, work_out: Callable[[], Account]) -> None:
+        self._work_out = work_out
+        self.known: Account | None = None
+
+    def account(self) -> Account:
+        """The account, from now on `known`."""
+        if self.known is None:
+            self.known = self._work_out()
+        return self.known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -246,7 +246,7 @@ class Lowering:
         return search(step.facts(), self.machine, limits, pins, self.group, batches)
 
     def explained(self, plan: Plan) -> Plan:
-        """The plan with what its memory buys, if its first graph is one of those captured here."""
+        """The plan, which can say what its memory buys if its first graph was captured here."""
         captured = self.captured.get(plan.schedules[0].key)
         if captured is None:
             return plan

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from elixir_fx.demand import Demand
 from elixir_fx.errors import PlanError
-from elixir_fx.explained import Reasons, WhatIf, Worth, explained_text
+from elixir_fx.explained import Account, Reasons, WhatIf, Why, Worth, explained_text
 from elixir_fx.machine import Tier
 
 T = TypeVar("T")
@@ -378,8 +378,9 @@ class Schedule:
 class Plan:
     """One layout and the schedules made for it so far.
 
-    `worth` and `what_if` say why, where somebody asked (`elixir_fx.plan` does). They are no part
-    of what is decided: plans that differ in them alone are equal.
+    `worth` and `what_if` say why, of a plan that `elixir_fx.plan` made: they are worked out when
+    somebody first asks, and saved if somebody had. They are no part of what is decided: plans
+    that differ in them alone are equal.
     """
 
     machine: str
@@ -387,8 +388,21 @@ class Plan:
     layout: Layout
     schedules: tuple[Schedule, ...]
     notes: tuple[str, ...] = field(default=())
-    worth: tuple[Worth, ...] = field(default=(), compare=False)
-    what_if: tuple[WhatIf, ...] = field(default=(), compare=False)
+    why: Why | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def worth(self) -> tuple[Worth, ...]:
+        """What the device's memory buys; nothing where that is not known."""
+        return self._account.worth
+
+    @property
+    def what_if(self) -> tuple[WhatIf, ...]:
+        """What other budgets would change; nothing where that is not known."""
+        return self._account.what_if
+
+    @property
+    def _account(self) -> Account:
+        return Account() if self.why is None else self.why.account()
 
     @property
     def forecast(self) -> Forecast:
@@ -480,10 +494,16 @@ class Plan:
         )
 
     def to_json(self) -> str:
-        return json.dumps({"elixir_fx_plan": VERSION, **asdict(self)}, indent=1)
+        data = asdict(replace(self, why=None))
+        del data["why"]
+        told = self.why.known if self.why is not None else None
+        return json.dumps(
+            {"elixir_fx_plan": VERSION, **data, **asdict(told or Account())}, indent=1
+        )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON; `load` reads it back equal."""
+        """Write the plan as JSON; `load` reads it back equal. What `explain` said stays with it, if
+        somebody had asked."""
         Path(path).write_text(self.to_json())
 
     @staticmethod
@@ -508,11 +528,23 @@ class Plan:
                 layout=_layout(data["layout"]),
                 schedules=tuple(_schedule(entry) for entry in data["schedules"]),
                 notes=tuple(data["notes"]),
-                worth=tuple(Worth(**entry) for entry in data["worth"]),
-                what_if=tuple(WhatIf(**entry) for entry in data["what_if"]),
+                why=_why(data),
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(f"malformed plan: {error!r}") from error
+
+
+def _why(data: dict[str, Any]) -> Why | None:
+    """What a plan's maker had said of it, if somebody had asked."""
+    told = Account(
+        worth=tuple(Worth(**entry) for entry in data["worth"]),
+        what_if=tuple(WhatIf(**entry) for entry in data["what_if"]),
+    )
+    if told == Account():
+        return None
+    why = Why(lambda: told)
+    why.account()
+    return why
 
 
 def _layout(data: dict[str, Any]) -> Layout:

@@ -1,6 +1,6 @@
-"""Plans in which some chunks are updated on the host, made by hand from a planner's.
+"""Plans made by hand in which some chunks are updated on the host.
 
-options = updated_on_host(build, batch, every)      # compile()'s, on the emulated accelerator
+options = updated_on_host(facts, every)      # compile()'s, on the emulated accelerator
 pair = Pair(build, batches, options)
 """
 
@@ -8,13 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import exact
-from graphs import seeded
-from harness import Batch
-from torch import nn
+from made_plans import device_bytes, everything_away
 
+from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Chunk, Homes, Plan
+from elixir_fx.plan import Chunk, Homes, Limits, Plan
 from elixir_fx.testing import emulated
 from elixir_fx.units import GIB
 
@@ -49,17 +47,14 @@ def on_host(plan: Plan, chosen: Choice) -> Plan:
 
 
 def updated_on_host(
-    build: Callable[[], nn.Module],
-    batch: Batch,
-    chosen: Choice,
-    *,
-    optimizer: Any = "adamw",
-    machine: Machine | None = None,
-    **options: Any,
+    facts: Facts, chosen: Choice, *, machine: Machine | None = None, chunk_bytes: int = 1
 ) -> dict[str, Any]:
-    """compile()'s options for the smallest budget of an emulated accelerator, with that plan."""
-    tiers = {"machine": machine or emulated(), "host_memory": GIB, **options}
-    model = seeded(0, build)
-    memory = exact.smallest_memory(model, batch, optimizer=optimizer, **tiers)
-    plan = exact.plan(model, batch, optimizer=optimizer, memory=memory, **tiers)
-    return {"memory": memory, "plan": on_host(plan, chosen), **tiers}
+    """compile()'s options for the step of `facts` on an emulated accelerator: everything is away
+    on the host, the device has room for that alone."""
+    machine = machine or emulated()
+    limits = Limits(device=GIB, host=GIB)
+    plan = everything_away(facts, machine, limits, chunk_bytes=chunk_bytes, ring=2)
+    plan = on_host(plan, chosen)
+    memory = device_bytes(facts, plan.layout)
+    plan = replace(plan, limits=replace(limits, device=memory))
+    return {"memory": memory, "plan": plan, "machine": machine, "host_memory": GIB}

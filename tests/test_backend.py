@@ -475,13 +475,13 @@ def test_no_trainable_parameters(tmp_path: Path) -> None:
     for both in (plain, model):
         both.requires_grad_(False)
     weights = sum(p.nbytes for p in model.parameters())
-    net = compiled(model, model=model, memory=weights // 2 + 32768, disk=str(tmp_path))
+    net = compiled(model, model=model, memory=weights // 2, disk=str(tmp_path))
     for _ in range(3):
         same(plain(X), net(X))
     given = X[:2].clone().requires_grad_()
     same(plain(given).sum(), net(given).sum())
     plan = state(model).plan
-    assert plan.layout.mapped_bytes > weights // 5
+    assert plan.layout.mapped_bytes > weights // 2
     same(plain.state_dict(), model.state_dict())
     assert all(type(p) is nn.Parameter for p in model.parameters())
 

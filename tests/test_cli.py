@@ -124,7 +124,9 @@ def test_a_plan_is_printed_and_saved(
     assert out == plan_text(plan)
     assert out.startswith("plan for a100-40-pcie, 16 ranks on 2 nodes\n")
     assert plan.layout.group.ranks == 16 and plan.limits.device == 160 << 10
-    code, out, error = said(capsys, "plan", *where, "--ranks", 16, "--explain")
+    assert not plan.worth  # nobody has asked
+    code, out, error = said(capsys, "plan", *where, "--ranks", 16, "--save", saved, "--explain")
+    plan = Plan.load(saved)
     assert (code, error) == (0, "") and out == f"{plan_text(plan)}\n{plan.explain()}"
     assert plan.worth and "without it" in out and "with another budget" in out
     budgets = ("--host-memory", "1MiB", "--disk-memory", "2GiB", "--optimizer", "sgd")

@@ -9,7 +9,7 @@ from random_steps import crowded, instance
 from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits, Plan
-from elixir_fx.planner import explained, search, smallest
+from elixir_fx.planner import explained, explanation, search, smallest
 
 HUGE = 1 << 40
 GIB = 1 << 30
@@ -88,6 +88,26 @@ def test_a_plan_that_nobody_explained_says_what_it_knows() -> None:
     kept = [chunk for chunk in plan.layout.chunks if chunk.homes.parameters is Tier.DEVICE]
     by_path = {p.path: p.nbytes for p in facts.parameters}
     assert told["parameters at home"] == sum(by_path[s.path] for c in kept for s in c.slices)
+
+
+def test_reasons_are_worked_out_when_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = gpt(1, 48, 16, 4)
+    least = smallest(facts, cpu(), Limits(device=1, disk=HUGE))
+    limits = Limits(device=least, disk=HUGE)
+    searches = []
+
+    def counted(*given):
+        searches.append(given)
+        return search(*given)
+
+    monkeypatch.setattr(explanation, "search", counted)
+    plan = explained(facts, cpu(), limits, {}, ONE_RANK, 1, search(facts, cpu(), limits))
+    before = Plan.from_json(plan.to_json())
+    assert not searches and not before.worth and not before.what_if
+    text = plan.explain()
+    assert len(searches) == 2 and plan.explain() == text
+    assert Plan.from_json(plan.to_json()).explain() == text != before.explain()
+    assert len(searches) == 2
 
 
 def test_pins_and_no_other_tier_leave_nothing_to_lose() -> None:

@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ import exact
 import pytest
 import test_between_steps as between
 import torch
-from graphs import gpt
+from graphs import Named, gpt
 from harness import MakeOptimizer, adamw, compare, sgd_momentum
 from host_plans import AT_HOME_ON_HOST, Choice, even, every, odd, on_host, updated_on_host
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from made_plans import facts_of
 from pairs import Pair, Side, plain_loss
 from ranks import run
 from teams import Tall, our_twin, training_state
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 
 import elixir_fx
 from elixir_fx.errors import PlanError, TierError, VerifyError
+from elixir_fx.facts import Facts
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Chunk, Group, Plan, align
 from elixir_fx.runtime.lending import PartialStep
@@ -59,12 +61,18 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 
+@cache
+def captured(example: Named, make_optimizer: MakeOptimizer) -> Facts:
+    model = example.build()
+    optimizer = make_optimizer(list(model.parameters()))
+    tiers = {"machine": emulated(), "host_memory": GIB}
+    return facts_of(model, example.batches(1)[0], optimizer, **tiers)
+
+
 def options_for(
-    example: Any, chosen: Choice, make_optimizer: MakeOptimizer = adamw, **options: Any
+    example: Named, chosen: Choice, make_optimizer: MakeOptimizer = adamw, **options: Any
 ) -> dict[str, Any]:
-    optimizer = make_optimizer(list(example.build().parameters()))
-    batch = example.batches(1)[0]
-    return updated_on_host(example.build, batch, chosen, optimizer=optimizer, **options)
+    return updated_on_host(captured(example, make_optimizer), chosen, **options)
 
 
 # -- the numbers -----------------------------------------------------------------------------
@@ -214,7 +222,8 @@ def test_an_optimizer_of_the_users_own() -> None:
 @pytest.fixture(scope="module")
 def pair() -> Pair:
     """Every other chunk is updated on the host; with room for tensors that are set by hand."""
-    options = updated_on_host(between.Net, between.BATCHES[0], odd)
+    tiers = {"machine": emulated(), "host_memory": GIB}
+    options = updated_on_host(facts_of(between.Net(), between.BATCHES[0], **tiers), odd)
     memory = 8 * options["memory"]
     plan = replace(options["plan"], limits=replace(options["plan"].limits, device=memory))
     return Pair(between.Net, between.BATCHES, {**options, "memory": memory, "plan": plan})
@@ -249,18 +258,22 @@ def test_gradients(name: str, shared: Pair) -> None:
     shared.check()
 
 
+def states_of(side: Side) -> list[dict[str, Any]]:
+    """Of every parameter that has been updated, unless they were forgotten since."""
+    return [side.optimizer.state[p] for p in side.net.parameters() if p in side.optimizer.state]
+
+
 def read_states(side: Side) -> list[Tensor]:
-    found = [side.optimizer.state[p]["exp_avg"] for p in side.net.parameters() if p.requires_grad]
-    found[0].mul_(2)
+    found = [states["exp_avg"] for states in states_of(side)]
+    for first in found[:1]:
+        first.mul_(2)
     return [one.clone() for one in found]
 
 
 def replace_states(side: Side) -> None:
-    for p in side.net.parameters():
-        if p.requires_grad:
-            states = side.optimizer.state[p]
-            states["exp_avg"] = states["exp_avg"] * 0.5
-            states["exp_avg_sq"] = states["exp_avg_sq"].clone()
+    for states in states_of(side):
+        states["exp_avg"] = states["exp_avg"] * 0.5
+        states["exp_avg_sq"] = states["exp_avg_sq"].clone()
 
 
 def reload_optimizer(side: Side) -> None:
@@ -439,8 +452,9 @@ def test_its_ordinary_states_are_the_hosts() -> None:
 
 def test_the_next_unit_that_streams_is_on_its_way_meanwhile(monkeypatch: Any) -> None:
     """Chunks 1 and 2 are updated on the host: before either is, chunk 3 is being fetched."""
-    pair = ours(lambda chunk: chunk.id in (1, 2, 5))
+    pair = ours(lambda chunk: chunk.id in (1, 2, 5), chunk_bytes=350_000)
     pair.ours.step(GPT.batches(1)[0])
+    assert len(pair.ours.net.plan.layout.chunks) == 6
     plain_loss(pair.ours, GPT.batches(1)[0]).backward()
     engine = pair.ours.net._session.engine
     chunk_of = {p: entry.chunk.id for p, entry in engine.entries.items()}
@@ -603,11 +617,11 @@ def test_the_device_needs_no_room_for_it() -> None:
     """An arena too small for any unit is enough, and no scratch is counted there."""
     options = options_for(GPT, every)
     plan = options["plan"]
-    layout = plan.layout
+    layout = replace(plan.layout, gradient_blocks=1, update_numel=1 << 30)
     arena_bytes = layout.gather_bytes + layout.block_bytes
-    layout = replace(layout, update_numel=1 << 30, arena_bytes=arena_bytes)
+    layout = replace(layout, arena_bytes=arena_bytes)
     widest = max(4 * chunk.nbytes for chunk in layout.chunks)
-    assert widest > arena_bytes  # all states of a chunk at once
+    assert widest > arena_bytes  # all parts of a chunk at once
     pair = Pair(GPT.build, GPT.batches(2), {**options, "plan": replace(plan, layout=layout)})
     pair.train(2)
     pair.check()

@@ -4,7 +4,7 @@
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,34 +13,30 @@ import exact
 import pytest
 import torch
 from graphs import NAMED, Named, gpt, mlp
-from harness import adamw, call, difference, leaves, loss_of, needs, threads
+from harness import adamw, call, difference, leaves, loss_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_plans import facts_of, on_disk
 from torch import Tensor, nn
 
 import elixir_fx
 from elixir_fx.errors import TierError
+from elixir_fx.facts import Facts
 from elixir_fx.machine import Tier
 from elixir_fx.runtime.cache import GatherCache
-from elixir_fx.units import GIB
 
+THREADS = 1
 MLP = mlp(64, 256, 256, 64)
 GPT = gpt(layers=2, width=64, seq=8, tied=True)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with threads(1):
-        yield
-
-
 @cache
-def smallest(example: Named) -> int:
-    return needs(example.build(), example.batches(1)[0], disk_memory=GIB)[0]
+def captured(example: Named) -> Facts:
+    return facts_of(example.build(), example.batches(1)[0])
 
 
 class Pair:
-    """The same model twice: plain, and compiled for the least memory with its state on disk."""
+    """The same model twice: plain, and compiled with all its state on disk."""
 
     def __init__(self, example: Named, folder: Path) -> None:
         self.example = example
@@ -48,15 +44,15 @@ class Pair:
         model = example.build()
         self.plain_optimizer = adamw(list(self.plain.parameters()))
         self.optimizer = adamw(list(model.parameters()))
+        options = on_disk(captured(example), folder)
         self.ours: Any = exact.compile(
             model,
             optimizer=self.optimizer,
             example_inputs=example.batches(1)[0],
-            memory=smallest(example),
-            disk=str(folder),
+            **options,
         )
         homes = [chunk.homes.parameters for chunk in self.ours.plan.layout.chunks]
-        assert Tier.DISK in homes
+        assert set(homes) == {Tier.DISK}
 
     def both(self, use: Callable[[Any], Any]) -> None:
         """`use` gives the same tensors for either model."""

@@ -23,7 +23,7 @@ from functools import cached_property
 from itertools import product
 
 from elixir_fx.errors import PlanError
-from elixir_fx.explained import WhatIf, Worth
+from elixir_fx.explained import Account, WhatIf, Why, Worth
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Group, Homes, Layout, Limits, Plan, align
@@ -62,9 +62,9 @@ def explained(
     micro_batches: int,
     plan: Plan,
 ) -> Plan:
-    """`plan` with what its device memory buys. It is the plan of the step of `facts`, under these
-    limits of each rank."""
-    account = _Account(
+    """`plan`, which can say what its device memory buys: that is worked out when somebody asks. It
+    is the plan of the step of `facts`, under these limits of each rank."""
+    ledger = _Ledger(
         facts=facts,
         machine=machine,
         limits=limits,
@@ -73,11 +73,11 @@ def explained(
         micro_batches=micro_batches,
         plan=plan,
     )
-    return replace(plan, worth=tuple(account.worth()), what_if=tuple(account.what_if()))
+    return replace(plan, why=Why(ledger.account))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Account:
+class _Ledger:
     """The device memory of one plan."""
 
     facts: Facts
@@ -111,6 +111,9 @@ class _Account:
     @cached_property
     def stays(self) -> tuple[Stay, ...]:
         return stays_of(self.plan, self.facts)
+
+    def account(self) -> Account:
+        return Account(worth=tuple(self.worth()), what_if=tuple(self.what_if()))
 
     # -- what it is for ------------------------------------------------------------------------
 

@@ -124,9 +124,12 @@ class GatherCache:
             del self._views[key]
 
     def release_all(self) -> None:
-        """Drop every reference: a call was cut short by an exception."""
-        for block in self._blocks.values():
+        """Drop every reference, and what could not be fetched: a call was cut short by an
+        exception."""
+        for chunk, block in list(self._blocks.items()):
             block.references = 0
+            if block.ticket.failed:
+                del self._blocks[chunk]
 
     def invalidate(self, chunk: int) -> None:
         """The chunk's home has changed: refresh a block in use, forget any other."""

@@ -356,14 +356,19 @@ class Engine:
 
     @contextmanager
     def running(self, half: Half) -> Iterator[None]:
-        """Around one half of a step. An exception lets go of every gathered chunk."""
+        """Around one half of a step. An exception lets go of every gathered chunk; where a transfer
+        failed, the one error stands for all that failed with it, and the next call starts afresh.
+        """
         with self.lock:
             outermost = self._depth == 0
             self._depth += 1
             try:
                 yield
-            except BaseException:
+            except BaseException as error:
                 if outermost:
+                    if isinstance(error, TierError):
+                        self.store.pass_over_errors()
+                        self.reducer.pass_over_errors()
                     self.cache.release_all()
                 raise
             finally:

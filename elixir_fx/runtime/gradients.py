@@ -274,6 +274,12 @@ class Reducer:
     def end(self) -> None:
         """A backward has ended: nothing more of it comes."""
 
+    def pass_over_errors(self) -> None:
+        """A call has failed: what failed with it is not told again."""
+        for block in self._blocks:
+            if block.ticket.failed:
+                block.ticket = Ticket.ready()
+
     def drain(self) -> None:
         """Wait for every gradient that is on its way home."""
         self.start()

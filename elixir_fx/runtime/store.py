@@ -264,15 +264,24 @@ class Store:
 
     def drain(self) -> None:
         """Wait for every transfer. Raises the first error that nobody was told of, if any."""
-        with self._lock:
-            tickets = [other.ticket for space in self._spaces.values() for other in space.transfers]
-        for ticket in tickets:
-            ticket.finish()
+        self._finish()
         error = self._journal.take_first_error()
         if isinstance(error, TierError):
             raise TierError(*error.args) from error
         if error is not None:
             raise error
+
+    def pass_over_errors(self) -> None:
+        """Wait for every transfer; that some failed is known."""
+        if os.getpid() == self._process:  # a forked one has no thread that would end them
+            self._finish()
+            self._journal.take_first_error()
+
+    def _finish(self) -> None:
+        with self._lock:
+            tickets = [other.ticket for space in self._spaces.values() for other in space.transfers]
+        for ticket in tickets:
+            ticket.finish()
 
     def close(self) -> None:
         """Give everything back: transfers not begun fail, threads end, the file goes.
