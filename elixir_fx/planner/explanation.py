@@ -26,7 +26,8 @@ from elixir_fx.errors import PlanError
 from elixir_fx.explained import Account, WhatIf, Why, Worth
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Group, Homes, Layout, Limits, Plan, align
+from elixir_fx.plan import SAVED, Group, Homes, Layout, Limits, Plan, align
+from elixir_fx.planner.activations import decided, search
 from elixir_fx.planner.draft import Choice, Drafter
 from elixir_fx.planner.footprint import Footprint, Part, away, home
 from elixir_fx.planner.forecast import Player
@@ -37,12 +38,11 @@ from elixir_fx.planner.place import (
     core_bytes,
     extent,
     first_call,
+    gathered_uses,
     in_order,
     place,
     resident,
-    uses,
 )
-from elixir_fx.planner.search import search
 from elixir_fx.units import GIB
 
 SMALL = 4 * GIB  # a budget below this is varied by a share of it,
@@ -65,7 +65,8 @@ def explained(
     """`plan`, which can say what its device memory buys: that is worked out when somebody asks. It
     is the plan of the step of `facts`, under these limits of each rank."""
     ledger = _Ledger(
-        facts=facts,
+        captured=facts,
+        facts=decided(facts, plan.schedules[0]),
         machine=machine,
         limits=limits,
         pins=pins,
@@ -78,8 +79,9 @@ def explained(
 
 @dataclass(frozen=True, kw_only=True)
 class _Ledger:
-    """The device memory of one plan."""
+    """The device memory of one plan, of the step as it was captured and as the plan makes it."""
 
+    captured: Facts
     facts: Facts
     machine: Machine
     limits: Limits
@@ -209,9 +211,7 @@ class _Ledger:
 
     def _gathered(self) -> Iterator[Worth]:
         layout = self.layout
-        gathered = [chunk for chunk in layout.chunks if chunk.gathered]
-        needed = uses(self.facts, [chunk for chunk in gathered if layout.takes_block(chunk)])
-        there = uses(self.facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
+        needed, there = gathered_uses(self.facts, layout)
         found = place(needed, core_bytes(needed), first_call(self.facts))
         least = layout.gather_bytes
         lost = None
@@ -273,7 +273,7 @@ class _Ledger:
             limits = replace(self.limits, device=other)
             try:
                 found = search(
-                    self.facts, self.machine, limits, self.pins, self.group, self.micro_batches
+                    self.captured, self.machine, limits, self.pins, self.group, self.micro_batches
                 )
             except PlanError:
                 yield WhatIf(limit_bytes=other, step_s=None)
@@ -284,7 +284,7 @@ class _Ledger:
 def stays_of(plan: Plan, facts: Facts) -> tuple[Stay, ...]:
     """The stays that a plan's first schedule says, which is for these facts."""
     position = {node: index for index, node in enumerate(facts.nodes)}
-    return tuple(
+    chunks = [
         Stay(
             gather.chunk,
             gather.backward,
@@ -297,7 +297,20 @@ def stays_of(plan: Plan, facts: Facts) -> tuple[Stay, ...]:
             gather.resident,
         )
         for gather in plan.schedules[0].gathers
-    )
+    ]
+    activations = [
+        Stay(
+            SAVED + index,
+            True,
+            align(away.nbytes),
+            away.offset,
+            position[away.prefetch or away.before],
+            position[away.before],
+            position[away.last],
+        )
+        for index, away in enumerate(plan.schedules[0].offloads)
+    ]
+    return in_order([*chunks, *activations])
 
 
 def _worth(purpose: str, nbytes: int, lost_s: float | None) -> Iterator[Worth]:

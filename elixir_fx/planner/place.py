@@ -22,7 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from elixir_fx.facts import Facts
-from elixir_fx.plan import SAVED, Chunk, align
+from elixir_fx.plan import SAVED, Chunk, Layout, align
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +80,15 @@ def uses(facts: Facts, chunks: Iterable[Chunk]) -> tuple[Use, ...]:
                 )
             )
     return tuple(found)
+
+
+def gathered_uses(facts: Facts, layout: Layout) -> tuple[tuple[Use, ...], tuple[Use, ...]]:
+    """Uses of all that comes into blocks of a layout, and of the chunks that are read where they
+    are at home."""
+    gathered = [chunk for chunk in layout.chunks if chunk.gathered]
+    blocks = uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)])
+    there = uses(facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
+    return (*blocks, *returns(facts)), there
 
 
 def returns(facts: Facts) -> tuple[Use, ...]:

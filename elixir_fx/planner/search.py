@@ -50,11 +50,10 @@ from elixir_fx.planner.place import (
     Stay,
     core_bytes,
     first_call,
+    gathered_uses,
     in_order,
     place,
     resident,
-    returns,
-    uses,
 )
 from elixir_fx.planner.polish import FEW, SLACK, Completed, Option, Table
 from elixir_fx.planner.relaxation import Relaxed, relax
@@ -145,11 +144,7 @@ def schedule(
     player = Player.of(facts, machine, footprint, micro_batches)
     stays: tuple[Stay, ...] = ()
     if not layout.keeps_all:
-        gathered = [chunk for chunk in layout.chunks if chunk.gathered]
-        needed = (
-            *uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)]),
-            *returns(facts),
-        )
+        needed, there = gathered_uses(facts, layout)
         found = place(needed, layout.gather_bytes, first_call(facts))
         if found is None:
             raise LayoutError(
@@ -157,7 +152,6 @@ def schedule(
                 f"the plan's gather area has {sizes(layout.gather_bytes)}. Plan again with it as "
                 "the example"
             )
-        there = uses(facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
         stays = in_order([*found, *resident(there)])
     made = make_schedule(player, limits, layout, stays)
     peak = player.footprint.layout_peak(layout, held_bytes)
