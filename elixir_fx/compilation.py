@@ -26,7 +26,7 @@ from elixir_fx.codegen import Halves
 from elixir_fx.dynamo import data_assigned_error, refused
 from elixir_fx.errors import CaptureError, ElixirError
 from elixir_fx.facts import Parameter, Role
-from elixir_fx.joint import Tracing, is_added, is_tangent
+from elixir_fx.joint import Tracing, is_added, is_tangent, take_checkpoints
 from elixir_fx.kernels import Boxed
 from elixir_fx.step import Dimension, Input, StepGraph, is_backward, memory_root, span
 
@@ -73,6 +73,11 @@ class Owner(Protocol):
     @property
     def tracing(self) -> Tracing:
         """How its graphs are traced."""
+
+    @property
+    def checkpoint_hints(self) -> bool | None:
+        """Whether what the model checkpoints is where its planner begins; None where it is left
+        to the tracing."""
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by path; a tied one under each of its paths."""
@@ -213,6 +218,9 @@ class _Compilation:
         self, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **others: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """AOTAutograd's partition function: the joint graph in, its two halves out."""
+        hints = _alive(self.owner).checkpoint_hints
+        if hints is not None:
+            take_checkpoints(joint, hints=hints)
         joined = self.tracing.join(joint, inputs, num_fwd_outputs=num_fwd_outputs, **others)
         self.lower(joined, num_fwd_outputs, trains=True)
         assert self.lowered is not None

@@ -38,6 +38,7 @@ class Options:
     plan: Plan | None = None
     machine: Machine | None = None
     micro_batches: int = 1
+    respect_checkpointing: bool = True
     passes: Pipeline = PIPELINE
     dump: Path | None = None
     dynamic_shapes: Any = None

@@ -139,13 +139,14 @@ class Flow:
     (itself, but for views and in-place operations). `repeats`: computed again from the same
     sources it gives the same bits and changes nothing else; False for what draws random numbers
     or writes in place. `derives` is the path of the parameter that its value follows from alone,
-    by views and cheap copies.
+    by views and cheap copies. `checkpointed`: the model wants it computed again.
     """
 
     sources: tuple[int, ...]
     root: int
     repeats: bool
     derives: str = ""
+    checkpointed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

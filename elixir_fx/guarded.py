@@ -92,6 +92,7 @@ class GuardedSession(Session):
         """`team`: the ranks that this one trains with; `planned_ranks`: how many to plan for,
         without them."""
         super().__init__(model, optimizer, options, files, team)
+        self.checkpoint_hints = options.respect_checkpointing
         group: Group | None = None
         if team is not None:
             group = team.group

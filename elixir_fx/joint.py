@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from elixir_fx.dynamo import as_in_eager
 from elixir_fx.errors import CaptureError
-from elixir_fx.step import mark
+from elixir_fx.step import CHECKPOINTED, mark
 
 RANDOM_STATE = "rng_state_output"  # begins placeholders of the backward that bring one
 
@@ -65,6 +66,16 @@ def order_phases(module: fx.GraphModule, *, trains: bool) -> None:
             assert first is not None
             first.prepend(node)
     mark(module.graph.output_node(), backward=trains)
+
+
+def take_checkpoints(joint: fx.GraphModule, *, hints: bool) -> None:
+    """Nodes within a torch.utils.checkpoint of the model's are ordinary ones from now on, which may
+    be kept; with `hints` they are marked as ones that the model wants computed again."""
+    again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    for node in joint.graph.nodes:
+        policy = node.meta.pop("recompute", None)
+        if hints and policy in again:
+            node.meta[CHECKPOINTED] = True
 
 
 def rejoin(

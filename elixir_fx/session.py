@@ -110,6 +110,7 @@ class Session:
         self.options = options
         self.device = compute_device(model)
         self.tracing, self.kernels = _kernels(options)
+        self.checkpoint_hints: bool | None = None  # regions keep to what the model checkpoints
         self.will_run = True  # False where a session only plans
         self.progress = Progress()
         self.machine = self._machine() if team is None else team.machine(self._machine)
@@ -237,6 +238,7 @@ class Session:
             names,
             repr([options.memory, options.host_memory, options.disk_memory, bool(options.disk)]),
             repr([sorted(options.keep.items()), list(options.ignore), options.micro_batches]),
+            repr(options.respect_checkpointing),
             options.plan.to_json() if options.plan is not None else "",
             # Without what was timed for this step's plan.
             replace(self.machine, memory={}, operators={}, update_stream_bytes_per_s=0.0).to_json(),

@@ -285,6 +285,7 @@ class StepGraph:
 
 FUSES = "elixir_fuses"  # node.meta key: a compiler may fuse the node's loops with its neighbours'
 PHASE = "elixir_phase"  # node.meta key: "forward" or "backward"
+CHECKPOINTED = "elixir_checkpointed"  # node.meta key: within a checkpoint of the model's own
 AGAIN = "elixir_again"  # node.meta key of a repetition: the name of the node that it repeats
 STAY = "elixir_stay"  # node.meta key: the planned Gather that a node of ours carries out
 

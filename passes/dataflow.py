@@ -13,7 +13,7 @@ from torch import fx
 from elixir_fx.facts import Flow
 from elixir_fx.machine import Machine
 from elixir_fx.passes.derived import is_derived
-from elixir_fx.step import StepGraph, is_item, memory_root, operator_name
+from elixir_fx.step import CHECKPOINTED, StepGraph, is_item, memory_root, operator_name
 
 
 def dataflow(step: StepGraph, machine: Machine) -> None:
@@ -33,6 +33,7 @@ def dataflow(step: StepGraph, machine: Machine) -> None:
                 root=position[memory_root(node)],
                 repeats=repeats(node),
                 derives=derives[node],
+                checkpointed=bool(node.meta.get(CHECKPOINTED)),
             )
         )
     step.flow = tuple(flow)

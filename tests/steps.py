@@ -37,6 +37,7 @@ class _Owner:
     """Takes the first captured step of a model and stops there."""
 
     title = "model"
+    checkpoint_hints = True
 
     def __init__(self, model: nn.Module, tracing: Tracing = EAGER) -> None:
         self.model = model

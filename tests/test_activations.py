@@ -17,7 +17,9 @@ from graphs import NAMED, Drawn, Example, gpt, models
 from harness import adamw, assert_equal_runs, call, compare, loss_of, needs, same_bits, train
 from hypothesis import HealthCheck, Phase, given, settings
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+import elixir_fx
 from elixir_fx.config import read_options
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts, Role
@@ -261,3 +263,58 @@ def test_runs_are_the_same_run_by_run(tmp_path: Path) -> None:
     options = by_hand(GPT, mixed, 0.0, disk=str(tmp_path), disk_memory=64 * MIB)
     runs = [train(GPT.build(), adamw, GPT.batches(2), compile=options) for _ in range(2)]
     assert_equal_runs(*runs)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def checkpointed(example: Example) -> nn.Module:
+    """The GPT with every block in a torch.utils.checkpoint."""
+    model: Any = example.build()
+    model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
+    return model
+
+
+@pytest.mark.parametrize("kernels", ["eager", "inductor"])
+def test_a_models_own_checkpoints_are_hints(kernels: str) -> None:
+    """With room for all nothing is computed again; without, what the model says, or better."""
+    example = gpt(layers=4, width=64, seq=64, batch=8)
+    batch = example.batches(1)[0]
+
+    def compiled(**options: Any) -> Any:
+        model = checkpointed(example)
+        return elixir_fx.compile(
+            model,
+            optimizer=adamw(list(model.parameters())),
+            example_inputs=batch,
+            kernels=kernels,
+            **options,
+        )
+
+    roomy = compiled(memory="1GiB")
+    assert not roomy.plan.schedules[0].recomputes
+    everything = roomy.plan.forecast.peak_device_bytes
+    tight = compiled(memory=int(0.75 * everything))
+    assert tight.plan.schedules[0].recomputes
+    known = Activations(tight._session.lowering.captured[tight.plan.schedules[0].key].facts)
+    assert len(known.hinted.dropped) >= 4 * 4
+    other = compiled(memory=int(0.75 * everything), respect_checkpointing=False)
+    assert not Activations(
+        other._session.lowering.captured[other.plan.schedules[0].key].facts
+    ).hinted.dropped
+    plain = example.build()
+    loss_of(call(plain, batch)).backward()
+    for net in (tight, other):
+        loss_of(call(net, batch)).backward()
+        for a, b in zip(plain.parameters(), net.parameters(), strict=True):
+            assert a.grad is not None and b.grad is not None
+            if kernels == "eager":
+                assert same_bits(a.grad, b.grad.detach().clone())
+            else:
+                torch.testing.assert_close(a.grad, b.grad.detach().clone())

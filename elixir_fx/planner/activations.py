@@ -11,7 +11,8 @@ Storages that equal layers leave are one family and get equal treatment, but tha
 half of the layers' may leave: those have the longest time to come back. `Account` estimates the
 seconds of a decision; from several starts one family after the other is treated otherwise while
 that gains. The most promising guesses are rewritten and estimated once more, and of these the best
-are searched. All is bounded by counts.
+are searched. What the model's own checkpoints compute again is one of the guesses. All is bounded
+by counts.
 """
 
 import math
@@ -187,12 +188,31 @@ class Activations:
                 yield dropped
 
     @cached_property
+    def hinted(self) -> Decision:
+        """What the model's own checkpoints compute again."""
+        facts, step = self.facts, self.step
+        if not facts.flow or not facts.trains:
+            return KEEP_ALL
+        return KEEP_ALL.drop(
+            storage.name
+            for storage in facts.storages
+            if storage.role is Role.ACTIVATION
+            and facts.flow[step.position[storage.name]].checkpointed
+            and storage.name in step.may_repeat
+        )
+
+    @cached_property
     def rungs(self) -> tuple[Decision, ...]:
         """All decisions of the ladder, the first keeps everything."""
         return (KEEP_ALL, *self.ladder())
 
     def thriftiest(self) -> Decision:
-        return self.rungs[-1]
+        """The decision of the least live bytes, of those that drop."""
+        return min((*self.rungs, self.hinted), key=self._peak)
+
+    def _peak(self, decision: Decision) -> float:
+        made = self.of(decision)
+        return math.inf if made is None else live_peak_bytes(made[1])
 
     def plan(self, decision: Decision, plan: Plan) -> Plan:
         """The plan of a decision's facts, with what its passes carry out."""
@@ -331,7 +351,8 @@ class _Choosing:
             group=self.group,
             micro_batches=self.micro_batches,
         )
-        exact = {d: account.exact_s(d) for d in account.guesses()[:GUESSES] if d != KEEP_ALL}
+        guesses = [self.activations.hinted, *account.guesses()[:GUESSES]]
+        exact = {d: account.exact_s(d) for d in guesses if d != KEEP_ALL}
         return sorted((d for d in exact if exact[d] < math.inf), key=lambda d: (exact[d], d.order))
 
 

@@ -65,6 +65,14 @@ class Step:
         return frozenset(f.root for n, f in enumerate(flow) if f.root != n and not f.repeats)
 
     @cached_property
+    def may_repeat(self) -> frozenset[str]:
+        """Storages that something may be computed into again."""
+        names, flow = self.facts.nodes, self.facts.flow
+        return frozenset(
+            names[root] for root in self.storage if flow[root].repeats and root not in self.changed
+        )
+
+    @cached_property
     def picks(self) -> Mapping[int, list[int]]:
         """By an operator with several results, what is picked of them."""
         found = defaultdict(list)
