@@ -30,10 +30,18 @@ from elixir_fx.facts import Facts, Role, Storage
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner import search as settled
-from elixir_fx.planner.bound import PROVED, least_bytes, pair_s, update_compute_s
+from elixir_fx.planner.bound import (
+    PROVED,
+    least_bytes,
+    pair_s,
+    simple_bound_s,
+    update_compute_s,
+)
 from elixir_fx.planner.footprint import live_bytes, live_peak_bytes
 from elixir_fx.planner.pack import away_tiers
+from elixir_fx.planner.relaxation import relax
 from elixir_fx.planner.repeated import BlockedError, Step, Walk, rewritten
+from elixir_fx.planner.segments import Spare
 
 SMALL = 1 / 500  # of all activations: a storage below is not worth a decision
 GUESSES = 4  # decisions that are looked at closely,
@@ -50,10 +58,12 @@ class Decision:
     away: frozenset[str] = frozenset()
 
     def drop(self, names: Iterable[str]) -> "Decision":
-        return Decision(self.dropped | frozenset(names), self.away - frozenset(names))
+        these = frozenset(names)
+        return Decision(self.dropped | these, self.away - these)
 
     def send(self, names: Iterable[str]) -> "Decision":
-        return Decision(self.dropped - frozenset(names), self.away | frozenset(names))
+        these = frozenset(names)
+        return Decision(self.dropped - these, self.away | these)
 
     @property
     def order(self) -> tuple[object, ...]:
@@ -92,7 +102,8 @@ def decided(facts: Facts, schedule: Schedule) -> Facts:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Activations of equal layers. `again_s`: seconds of computing one of them again, alone."""
+    """Activations of equal layers. `again_s`: seconds of computing one of them again, alone;
+    infinite where that cannot be."""
 
     names: tuple[str, ...]
     nbytes: int
@@ -110,7 +121,7 @@ class Family:
 
 
 def families(step: Step) -> tuple[Family, ...]:
-    """What may be dropped, the cheapest first."""
+    """What may be dropped or sent away, the cheapest first."""
     facts = step.facts
     activations = [s for s in facts.storages if s.role is Role.ACTIVATION and s.nbytes]
     least = SMALL * sum(s.nbytes for s in activations)
@@ -122,15 +133,15 @@ def families(step: Step) -> tuple[Family, ...]:
     for members in alike.values():
         if sum(s.nbytes for s in members) < least:
             continue
-        prices = {s.name: price for s in members if (price := _again_s(step, s)) is not None}
-        if prices:
-            found.append(
-                Family(
-                    names=tuple(prices),
-                    nbytes=members[0].nbytes,
-                    again_s=sum(prices.values()) / len(prices),
-                )
+        prices = {storage.name: _again_s(step, storage) for storage in members}
+        can = {name: price for name, price in prices.items() if price < math.inf}
+        found.append(
+            Family(
+                names=tuple(can or prices),
+                nbytes=members[0].nbytes,
+                again_s=sum(can.values()) / len(can) if can else math.inf,
             )
+        )
     return tuple(sorted(found, key=lambda family: (family.price, family.names)))
 
 
@@ -138,11 +149,11 @@ def _numberless(name: str) -> str:
     return re.sub(r"_?\d+", "", name)
 
 
-def _again_s(step: Step, storage: Storage) -> float | None:
+def _again_s(step: Step, storage: Storage) -> float:
     try:
         return Walk(step, [storage.name]).repeated_s
     except BlockedError:
-        return None
+        return math.inf
 
 
 @dataclass
@@ -178,6 +189,8 @@ class Activations:
         """More and more families dropped, the cheapest first, but none that helps no peak."""
         dropped, least = KEEP_ALL, live_peak_bytes(self.facts)
         for family in self.families:
+            if family.again_s == math.inf:
+                continue
             more = dropped.drop(family.names)
             made = self.of(more)
             if made is None:
@@ -186,6 +199,49 @@ class Activations:
             if peak < least:
                 dropped, least = more, peak
                 yield dropped
+
+    @cached_property
+    def spares(self) -> tuple[Spare, ...]:
+        """What the bound may drop or send away: every family, and all small activations at once,
+        for nothing."""
+        if not self.families:
+            return ()
+        known = {name for family in self.families for name in family.names}
+        small = [name for name, s in self._storages.items() if s.role is Role.ACTIVATION]
+        small = [name for name in small if name not in known]
+        return (*map(self._spare, self.families), self._spare_of(small, 0.0))
+
+    def _spare(self, family: Family) -> Spare:
+        own_s = sum(self._own_s(self._storages[name]) for name in family.names)
+        return self._spare_of(family.names, own_s if family.again_s < math.inf else math.inf)
+
+    def _spare_of(self, names: Sequence[str], again_s: float) -> Spare:
+        unread, between = self.unread(names)
+        nbytes = sum(self._storages[name].nbytes for name in names)
+        return Spare(nbytes=nbytes, again_s=again_s, unread=unread, between=between)
+
+    @cached_property
+    def _storages(self) -> dict[str, Storage]:
+        return {storage.name: storage for storage in self.facts.storages}
+
+    def _own_s(self, storage: Storage) -> float:
+        """Seconds of the operator that makes a storage, shared with what else it makes."""
+        picked = len(self.step.picks.get(storage.born, ())) or 1
+        return self.facts.costs[storage.born].seconds / picked
+
+    def unread(self, names: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Bytes of these that nobody reads at each position, from the last reader in the forward
+        to the first in the backward; and those before each position and at the end."""
+        start, count = self.facts.backward, len(self.facts.nodes)
+        change, between = (np.zeros(count + 2, dtype=np.int64) for _ in range(2))
+        for storage in (self._storages[name] for name in names):
+            early = max([storage.born, *(r for r in storage.readers if r < start)])
+            late = min((r for r in storage.readers if r >= start), default=early)
+            change[early + 1] += storage.nbytes
+            change[max(late, early + 1)] -= storage.nbytes
+            between[early + 1] += storage.nbytes
+            between[late + 1] -= storage.nbytes
+        return np.cumsum(change)[:count], np.cumsum(between)[: count + 1]
 
     @cached_property
     def hinted(self) -> Decision:
@@ -316,8 +372,10 @@ class _Choosing:
             found.append(self._plan(KEEP_ALL))
         except PlanError as error:
             refusal = error
-        if not self.activations.families or (found and found[0].forecast.gap <= PROVED):
+        if not self.activations.families:
             return self._fastest(found, refusal)
+        if found and found[0].forecast.step_s <= self._bound_s * (1 + PROVED):
+            return self._bounded(found[0])
         for decision in self._promising()[:FINALISTS]:
             try:
                 found.append(self._plan(decision))
@@ -325,7 +383,20 @@ class _Choosing:
                 refusal = error
         if not found:  # the least memory of all
             found.append(self._plan(self.activations.thriftiest()))
-        return self._fastest(found, refusal)
+        return self._bounded(self._fastest(found, refusal))
+
+    @cached_property
+    def _bound_s(self) -> float:
+        """Seconds that no plan can beat, whatever it decides about activations."""
+        facts, given = self.activations.facts, (self.machine, self.limits, self.group)
+        simple_s = simple_bound_s(facts, *given, self.micro_batches)
+        relaxed = relax(facts, *given, self.micro_batches, self.activations.spares)
+        return max(simple_s, relaxed.step_s)
+
+    def _bounded(self, plan: Plan) -> Plan:
+        first, *rest = plan.schedules
+        known = replace(first.forecast, lower_bound_s=self._bound_s)
+        return replace(plan, schedules=(replace(first, forecast=known), *rest))
 
     @staticmethod
     def _fastest(found: list[Plan], refusal: PlanError | None) -> Plan:
@@ -463,20 +534,9 @@ class Account:
 
     @cached_property
     def _saved(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """By position the bytes of a family, and of its first half, that nobody reads there: from
-        the last reader in the forward to the first in the backward."""
-        facts = self.activations.facts
-        storages = {storage.name: storage for storage in facts.storages}
-
-        def unread(names: Sequence[str]) -> NDArray[np.int64]:
-            found = np.zeros(len(facts.nodes), dtype=np.int64)
-            for storage in (storages[name] for name in names):
-                early = [r for r in storage.readers if r < facts.backward]
-                late = [r for r in storage.readers if r >= facts.backward]
-                found[max([storage.born, *early]) + 1 : min(late)] += storage.nbytes
-            return found
-
-        return [(unread(family.names), unread(family.halves[0])) for family in self._families]
+        """By position the bytes of a family, and of its first half, that nobody reads there."""
+        unread = self.activations.unread
+        return [(unread(f.names)[0], unread(f.halves[0])[0]) for f in self._families]
 
     def _step_s(self, compute_s: float, peak: int, away: int) -> float:
         """Seconds of a step with so much compute in a graph, live bytes at its peak and bytes of

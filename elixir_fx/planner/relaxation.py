@@ -14,16 +14,22 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
             rank, among the activations
     FP[g], FG[g], FS[g]   of N ranks: what each has whole, at home on its device
     h[g]    the part of the group that is updated on the host
+    a[f], d[f]   the parts of a family of activations that leave, and that are computed again
+    o[f,k]  bytes of the family that are not there at cut k
+    s[k]    seconds of computing again in segment k
     t[k]    seconds of segment k; t[K] of the update
 
     minimise  sum t[k]   subject to
 
     memory   home = sum_g P + G + S + FP + FG + FS + A                            `_memory`
-             home <= device - buffers - activations at their peak
-             home + sum_g d[g,k] <= device - buffers - activations at cut k
+             home <= device - buffers - activations at their peak, less o there
+             home + sum_g d[g,k] <= device - buffers - activations at cut k + sum_f o[f,k]
              sum_g x[g,k] <= A - B,  gradients on their way at cut k <= B, the blocks
              the largest parameter of g <= A - B + P[g], its gradient <= B + G[g], all of
              it <= A + P[g] + G[g] + S[g] unless the host updates it
+    spare    o[f,k] <= what lies unread at cut k,  o[f,k] <= (a[f] + d[f]) of all `_spare`
+             seconds again in all segments >= sum_f d[f] of the family's; what leaves
+             is written and read in all segments, and copied on its way
     use      r >= (read in k - z[g,k] - FP) / N - P[g],  r >= gain of z / N       `_reads`
              u >= (read in k - x[g,k] - FP) (N - 1) / N, u >= gain of x (N - 1) / N
              where z[g,k] >= x[g,k] - N P[g] is what of x no device is home to    `_from_far`
@@ -57,7 +63,7 @@ from scipy.sparse import csr_array
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
-from elixir_fx.planner.segments import Task
+from elixir_fx.planner.segments import Spare, Task
 from elixir_fx.planner.wires import SLOWEST, together
 
 SAFETY = 1e-6  # of the optimum that is given up to the solver's tolerances
@@ -131,9 +137,10 @@ def relax(
     limits: Limits,
     group: Group = ONE_RANK,
     micro_batches: int = 1,
+    spares: Sequence[Spare] = (),
 ) -> Relaxed:
-    """The relaxation's optimum for one steady step."""
-    task = Task(facts=facts, machine=machine, limits=limits, group=group)
+    """The relaxation's optimum for one steady step, whatever becomes of the `spares`."""
+    task = Task(facts=facts, machine=machine, limits=limits, group=group, spares=tuple(spares))
     if not task.groups or task.far is None:
         return NOTHING
     many = facts.trains and micro_batches > 1
@@ -184,6 +191,12 @@ class _Programme:
         self.on_host = [rows.variable(most=1.0 if able else 0.0) for _ in groups]
         self.on_disk = rows.variable()  # bytes on the disk behind the host
         self.total_sent = 0.0
+        self.sent = [rows.variable(most=task.may_send) for _ in task.spares]
+        self.again = [rows.variable(most=float(s.again_s < np.inf)) for s in task.spares]
+        self.again_s = rows.variables(self.segments)
+        self.leaving = rows.variables(self.segments)
+        self.returning = rows.variables(self.segments)
+        self._spare()
         self._memory(accumulates)
         self._reads()
         self._gradients(accumulates)
@@ -216,21 +229,52 @@ class _Programme:
             on_host=hosted / updated if updated else 0.0,
         )
 
+    def _spare(self) -> None:
+        """Activations that leave or are computed again cost that somewhere."""
+        rows, task = self.rows, self.task
+        unit, stream = task.unit_bytes, task.machine.stream_bytes_per_s
+        bytes_sent = [
+            (s.nbytes / unit, sent) for s, sent in zip(task.spares, self.sent, strict=True)
+        ]
+        seconds = _scaled(bytes_sent, 2 * unit / stream)
+        for spare, again in zip(task.spares, self.again, strict=True):
+            if spare.again_s < np.inf:
+                seconds.append((spare.again_s, again))
+        rows.at_least([*((1.0, one) for one in self.again_s), *_scaled(seconds, -1.0)], 0.0)
+        for moved in (self.leaving, self.returning):
+            rows.at_least([*((1.0, one) for one in moved), *_scaled(bytes_sent, -1.0)], 0.0)
+
+    def _freed(self, unread: Sequence[int]) -> list[tuple[float, int]]:
+        """Room that spare activations leave where so many bytes of each lie unread."""
+        terms = []
+        for spare, nbytes, sent, again in zip(
+            self.task.spares, unread, self.sent, self.again, strict=True
+        ):
+            if nbytes:
+                freed = self.rows.variable(most=nbytes / self.task.unit_bytes)
+                share = spare.nbytes / self.task.unit_bytes
+                self.rows.at_most([(1.0, freed), (-share, sent), (-share, again)], 0.0)
+                terms.append((-1.0, freed))
+        return terms
+
     def _memory(self, accumulates: bool) -> None:
         task = self.task
         device = task.limits.device - task.facts.buffer_bytes
         whole = (*self.whole_parameters, *self.whole_gradients, *self.whole_states)
         at_home = (*self.parameters, *self.at_home, *self.states, *whole, self.arena)
         fixed = [(1.0, part) for part in at_home]
-        room = max(0, device - int(task.live.max(initial=0)))
-        self.rows.at_most(fixed, room / task.unit_bytes)
+        peak = int(task.live.argmax()) if len(task.live) else 0
+        room = device - int(task.live.max(initial=0))
+        freed = self._freed([int(spare.unread[peak]) for spare in task.spares])
+        self.rows.at_most([*fixed, *freed], room / task.unit_bytes)
         for k, cut in enumerate(task.cuts):
-            room = max(0, device - int(task.live_between[cut]))
+            room = device - int(task.live_between[cut])
+            freed = self._freed([int(spare.between[cut]) for spare in task.spares])
             waiting = [
                 (group.waiting, waits[k])
                 for group, waits in zip(task.groups, self.waiting, strict=True)
             ]
-            self.rows.at_most([*fixed, *waiting], room / task.unit_bytes)
+            self.rows.at_most([*fixed, *waiting, *freed], room / task.unit_bytes)
             gathered = [(1.0, x[k]) for x in self.x]
             self.rows.at_most([*gathered, (1.0, self.blocks), (-1.0, self.arena)], 0.0)
             flying = [(1.0, flying[k]) for flying in self.flying]
@@ -328,7 +372,10 @@ class _Programme:
             compute_s = float(task.starts[high] - task.starts[low])
             reads = [(1.0, of[k]) for part in (self.r, self.old) for of in part]
             writes = [(1.0, w[k]) for w in self.w]
-            self._links(self.t[k], reads, writes, [(compute_s, None), (1.0, self.copies[k])])
+            reads.append((1.0, self.returning[k]))
+            writes.append((1.0, self.leaving[k]))
+            compute = [(compute_s, None), (1.0, self.copies[k]), (1.0, self.again_s[k])]
+            self._links(self.t[k], reads, writes, compute)
             self._peers(self.t[k], [(1.0, u[k]) for u in self.u], [(1.0, self.q[k])])
 
     def _links(

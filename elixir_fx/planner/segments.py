@@ -42,6 +42,21 @@ class GroupBytes:
     waiting: float  # bytes of storage for each byte of gradients, or less
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Spare:
+    """Activations that a plan may drop, or send away, in any part.
+
+    `again_s` are the seconds of computing them all again, at least: infinite where that cannot be.
+    `unread` are their bytes at each position that lie there unread, from the last reader in the
+    forward to the first in the backward; `between` the same before each position and at the end.
+    """
+
+    nbytes: int
+    again_s: float
+    unread: NDArray[np.int64]
+    between: NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """What the programme is about: cuts, groups and links."""
@@ -50,6 +65,7 @@ class Task:
     machine: Machine
     limits: Limits
     group: Group
+    spares: tuple[Spare, ...] = ()
 
     @cached_property
     def unit_bytes(self) -> float:
@@ -62,6 +78,11 @@ class Task:
         tier = Tier.DISK if self.machine.unified else Tier.HOST
         there = linked(self.machine, Tier.DEVICE, tier)
         return tier if there and self.limits.of(tier) > 0 else None
+
+    @property
+    def may_send(self) -> float:
+        """1 where activations may leave the device: one rank's."""
+        return float(self.group.ranks == 1)
 
     @property
     def apart(self) -> int:
