@@ -58,13 +58,18 @@ def mark_recycled(step: StepGraph) -> None:
     marked = {node for node in step.nodes if _suits(node, roles.get(node.name))}
     if not marked:
         return
-    live, most = _live_bytes(step)
+    assert step.layout is not None
+    live = _live_bytes(step)
+    most = max(live)
+    # Gradient blocks give their pages back between backward passes, which pays for what no
+    # plan counts (the compiler's objects, kernels' scratch): what stays held leaves that alone.
+    spared = step.layout.block_bytes + OUTPUT_BYTES
     behind = most  # what may be held behind the node that is looked at, in reverse
     for node, there in zip(reversed(step.nodes), reversed(live), strict=True):
-        node.meta[ROOM_BEHIND] = max(0, behind)
+        node.meta[ROOM_BEHIND] = behind
         behind = min(behind, most - there)
         if node in marked:
-            node.meta[ROOM] = max(0, behind)
+            node.meta[ROOM] = max(0, behind - spared)
             behind = most  # it lets go of what is held
 
 
@@ -89,8 +94,8 @@ def _suits(node: fx.Node, role: Role | None) -> bool:
     return nbytes >= SMALLEST_BYTES and dense and fake.untyped_storage().nbytes() == nbytes
 
 
-def _live_bytes(step: StepGraph) -> tuple[list[int], int]:
-    """Live bytes by node, and the most that may be live and held together."""
+def _live_bytes(step: StepGraph) -> list[int]:
+    """Live bytes by node."""
     position = {node.name: index for index, node in enumerate(step.nodes)}
     leaves = _departures(step, position)
     change = [0] * (len(position) + 1)
@@ -98,11 +103,7 @@ def _live_bytes(step: StepGraph) -> tuple[list[int], int]:
         if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT):
             change[storage.born] += storage.nbytes
             change[leaves.get(storage.name, storage.dies) + 1] -= storage.nbytes
-    live = list(accumulate(change[:-1]))
-    assert step.layout is not None
-    # Gradient blocks give their pages back between backward passes, which pays for what no
-    # plan counts (the compiler's objects, kernels' scratch): the recycler leaves that alone.
-    return live, max(live) - step.layout.block_bytes - OUTPUT_BYTES
+    return list(accumulate(change[:-1]))
 
 
 def _departures(step: StepGraph, position: dict[str, int]) -> dict[str, int]:

