@@ -106,6 +106,10 @@ class Player:
         Update(self.machine, self.footprint, layout, wires).play(())
         return wires.now
 
+    def least_update_s(self, layout: Layout) -> float:
+        """Seconds of the update alone in an arena of any size, at least."""
+        return Update(self.machine, self.footprint, layout, Wires(self.machine)).least_s()
+
 
 class _Play:
     """One step under way."""

@@ -385,7 +385,7 @@ class _Search:
     def _descend(self, size: int, table: Table, start: _Played) -> None:
         """Go from homes to better ones that differ in one chunk, or where none is, in two."""
         options = [Option(chunk.homes, chunk.update) for chunk in start.draft.layout.chunks]
-        self._keep(size, self.space.completers[size].complete(options))
+        self._keep(size, self.space.completers[size].complete(options, self._worth_s))
         changed = 1
         for _ in range(NEIGHBOURHOODS):
             if self._proved or table.neighbour_count(changed) > FEW:
@@ -407,13 +407,13 @@ class _Search:
                 break
             options = table.chosen(rows[row])
             self.effort -= COMPLETING * len(options)
-            if self._keep(size, completer.complete(options)):
+            if self._keep(size, completer.complete(options, self._worth_s)):
                 best = options
         return best
 
     def _keep(self, size: int, completed: Completed | None) -> bool:
         """Keep a layout if it is better than all played so far; whether it is."""
-        if completed is None or completed.step_s >= self.played[0].timing.step_s * (1 - SLACK):
+        if completed is None or completed.step_s >= self._worth_s:
             return False
         layout, player = completed.layout, self.space.players[size]
         draft = Draft(
@@ -424,6 +424,11 @@ class _Search:
         )
         self._add(_Played(draft=draft, timing=player.play(layout, completed.stays)))
         return True
+
+    @property
+    def _worth_s(self) -> float:
+        """A step of fewer seconds is better than all played so far."""
+        return self.played[0].timing.step_s * (1 - SLACK)
 
     def _add(self, played: _Played) -> None:
         self.played.append(played)
