@@ -37,7 +37,7 @@ def test_completed_homes_are_plans_that_no_bound_forbids(seed: int) -> None:
             assert completed.step_s == pytest.approx(played_s, rel=1e-9)
             assert bound_s <= played_s * (1 + 1e-9)
             assert best is not None and best.step_s <= played_s * (1 + 1e-9)
-            made = make_schedule(player, space.limits, layout, stays)
+            made = make_schedule(player, space.bound, layout, stays)
             plan = Plan(machine="", limits=space.limits, layout=layout, schedules=(made,))
             check_plan(plan, space.facts, space.limits)
 

@@ -13,6 +13,7 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts, Parameter
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Group, Homes, Layout, Limits, Plan, align
+from elixir_fx.planner.bound import Bound
 from elixir_fx.planner.draft import staging_bytes
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player
@@ -56,6 +57,10 @@ class Arranger:
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers beside the device, the nearest first."""
         return away_tiers(self.machine, self.limits)
+
+    @cached_property
+    def bound(self) -> Bound:
+        return Bound(facts=self.facts, machine=self.machine, limits=self.limits, group=self.group)
 
     @cached_property
     def first_call(self) -> int:
@@ -171,7 +176,7 @@ class Arranger:
             machine=self.machine.name,
             limits=self.limits,
             layout=layout,
-            schedules=(make_schedule(player, self.limits, layout, stays),),
+            schedules=(make_schedule(player, self.bound, layout, stays),),
             notes=(f"a baseline: {name}",),
         )
 

@@ -10,7 +10,7 @@ Last stage of the planner, and its main door: `search`, `schedule`, `smallest`.
                 host, disk bytes <= their limits     draft.Drafter._assign
                 stays that share a byte share no     place.place
                 position
-    and         step_s >= lower_bound_s              bound.lower_bound_s
+    and         step_s >= lower_bound_s              bound.Bound
 
 If everything fits on the device, that is the plan: nothing beats it. Otherwise
 
@@ -40,7 +40,7 @@ from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
+from elixir_fx.planner.bound import PROVED, Bound, pair_s, update_compute_s
 from elixir_fx.planner.draft import OUTSIZED, SPILLS, Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
@@ -56,7 +56,7 @@ from elixir_fx.planner.place import (
     uses,
 )
 from elixir_fx.planner.polish import FEW, SLACK, Completed, Option, Table
-from elixir_fx.planner.relaxation import Relaxed, relax
+from elixir_fx.planner.relaxation import Relaxed
 from elixir_fx.planner.space import Space, make_schedule, nearest
 from elixir_fx.units import round_up, sizes
 
@@ -155,7 +155,14 @@ def schedule(
             )
         there = uses(facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
         stays = in_order([*found, *resident(there)])
-    made = make_schedule(player, limits, layout, stays)
+    bound = Bound(
+        facts=facts,
+        machine=machine,
+        limits=limits,
+        group=layout.group,
+        micro_batches=micro_batches,
+    )
+    made = make_schedule(player, bound, layout, stays)
     peak = player.footprint.layout_peak(layout, held_bytes)
     if peak > limits.device:
         raise LayoutError(_too_large(made, machine, limits, peak))
@@ -203,10 +210,9 @@ class _Search:
         """Whether nothing is left that is worth its effort."""
         return self._proved or self.effort <= 0
 
-    @cached_property
+    @property
     def _relaxed(self) -> Relaxed:
-        space = self.space
-        return relax(space.facts, space.machine, space.limits, space.group, space.micro_batches)
+        return self.space.bound.relaxed
 
     @property
     def _proved(self) -> bool:

@@ -16,6 +16,7 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Gather, Group, Layout, Limits, Plan, Reduce, Schedule, align
+from elixir_fx.planner.bound import Bound
 from elixir_fx.planner.draft import Choice, Draft, Drafter, spread_arenas
 from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
@@ -39,6 +40,17 @@ class Space:
     @cached_property
     def tiers_by_path(self) -> dict[str, Tier]:
         return pinned_tiers(self.facts, self.machine, self.limits, self.pins)
+
+    @cached_property
+    def bound(self) -> Bound:
+        """What no layout can beat."""
+        return Bound(
+            facts=self.facts,
+            machine=self.machine,
+            limits=self.limits,
+            group=self.group,
+            micro_batches=self.micro_batches,
+        )
 
     @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -171,7 +183,7 @@ class Space:
 
     def plan(self, draft: Draft) -> Plan:
         player = self.players[draft.choice.chunk_bytes]
-        made = make_schedule(player, self.limits, draft.layout, draft.stays)
+        made = make_schedule(player, self.bound, draft.layout, draft.stays)
         return Plan(
             machine=self.machine.name,
             limits=self.limits,
@@ -220,7 +232,7 @@ class Space:
 
 
 def make_schedule(
-    player: Player, limits: Limits, layout: Layout, stays: tuple[Stay, ...]
+    player: Player, bound: Bound, layout: Layout, stays: tuple[Stay, ...]
 ) -> Schedule:
     """The schedule of these stays, in the names of the graph's nodes, with its forecast."""
     facts = player.facts
@@ -245,7 +257,7 @@ def make_schedule(
         reduces=()
         if layout.keeps_all
         else tuple(Reduce(chunk=chunk, after=facts.nodes[after]) for chunk, after in reduces),
-        forecast=forecast(player, layout, stays, limits),
+        forecast=forecast(player, layout, stays, bound),
     )
 
 
