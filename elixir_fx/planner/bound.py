@@ -50,7 +50,7 @@ from dataclasses import dataclass
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
-from elixir_fx.planner.relaxation import relax
+from elixir_fx.planner.relaxation import Relaxed, relax
 from elixir_fx.planner.wires import together
 
 PROVED = 1e-4  # a plan this close to a bound needs no better one
@@ -72,16 +72,19 @@ def lower_bound_s(
     group: Group = ONE_RANK,
     micro_batches: int = 1,
     reached_s: float = float("inf"),
+    relaxed: Relaxed | None = None,
 ) -> float:
     """Seconds that one steady step takes at least under `limits` of each rank, on any plan.
 
-    The relaxation is not solved where the simple bound shows that `reached_s`, the seconds of a
-    plan at hand, cannot be beaten.
+    The relaxation is not solved where it has been, `relaxed`, nor where the simple bound shows that
+    `reached_s`, the seconds of a plan at hand, cannot be beaten.
     """
     simple_s = simple_bound_s(facts, machine, limits, group, micro_batches)
     if simple_s >= reached_s * (1 - PROVED):
         return simple_s
-    return max(simple_s, relax(facts, machine, limits, group, micro_batches).step_s)
+    if relaxed is None:
+        relaxed = relax(facts, machine, limits, group, micro_batches)
+    return max(simple_s, relaxed.step_s)
 
 
 def simple_bound_s(

@@ -30,6 +30,7 @@ from elixir_fx.plan import Chunk, Forecast, Layout, Limits
 from elixir_fx.planner.bound import lower_bound_s
 from elixir_fx.planner.footprint import Footprint
 from elixir_fx.planner.place import Stay, returning
+from elixir_fx.planner.relaxation import Relaxed
 from elixir_fx.planner.update import Update
 from elixir_fx.planner.wires import Route, Wires, route
 
@@ -284,8 +285,15 @@ class _Play:
         return event
 
 
-def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limits) -> Forecast:
-    """All that is expected of a steady step of `layout`, times and bytes."""
+def forecast(
+    player: Player,
+    layout: Layout,
+    stays: Sequence[Stay],
+    limits: Limits,
+    relaxed: Relaxed | None = None,
+) -> Forecast:
+    """All that is expected of a steady step of `layout`, times and bytes. `relaxed` is the
+    relaxation's optimum, where it is known."""
     timing = player.play(layout, stays)
     footprint = player.footprint
     live = footprint.live_kept if layout.keeps_all else footprint.live
@@ -312,6 +320,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
             layout.group,
             player.micro_batches,
             timing.step_s,
+            relaxed,
         ),
         peak_device_bytes=footprint.layout_peak(layout),
         peak_host_bytes=layout.host_bytes
