@@ -40,6 +40,8 @@ from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
+from elixir_fx.planner.arranged import Arranger
+from elixir_fx.planner.baselines import rivals
 from elixir_fx.planner.bound import PROVED, Bound, pair_s, update_compute_s
 from elixir_fx.planner.draft import OUTSIZED, SPILLS, Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
@@ -57,7 +59,7 @@ from elixir_fx.planner.place import (
 )
 from elixir_fx.planner.polish import FEW, SLACK, Completed, Option, Table
 from elixir_fx.planner.relaxation import Relaxed
-from elixir_fx.planner.space import Space, make_schedule, nearest
+from elixir_fx.planner.space import Arranged, Space, make_schedule, nearest
 from elixir_fx.units import round_up, sizes
 
 FINALISTS = 2  # choices, the best so far, that are varied
@@ -101,7 +103,8 @@ def search(
     global_state = facts.optimizer is not None and facts.optimizer.global_state
     if global_state or space.least is None or space.least[0] > limits.device:
         raise PlanError(space.refusal())
-    return space.plan(_Search(space).best())
+    trying = _Search(space)
+    return space.plan(trying.best())
 
 
 def smallest(
@@ -144,17 +147,15 @@ def schedule(
     player = Player.of(facts, machine, footprint, micro_batches)
     stays: tuple[Stay, ...] = ()
     if not layout.keeps_all:
-        gathered = [chunk for chunk in layout.chunks if chunk.gathered]
-        needed = uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)])
-        found = place(needed, layout.gather_bytes, first_call(facts))
+        found = _placed(facts, layout)
         if found is None:
+            needed = uses(facts, [chunk for chunk in layout.chunks if layout.takes_block(chunk)])
             raise LayoutError(
                 f"this graph needs {sizes(core_bytes(needed))} of gathered parameters at once; "
                 f"the plan's gather area has {sizes(layout.gather_bytes)}. Plan again with it as "
                 "the example"
             )
-        there = uses(facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
-        stays = in_order([*found, *resident(there)])
+        stays = found
     bound = Bound(
         facts=facts,
         machine=machine,
@@ -167,6 +168,15 @@ def schedule(
     if peak > limits.device:
         raise LayoutError(_too_large(made, machine, limits, peak))
     return made
+
+
+def _placed(facts: Facts, layout: Layout) -> tuple[Stay, ...] | None:
+    """Stays of all that a graph reads in a layout; None if its gather area is too small."""
+    gathered = [chunk for chunk in layout.chunks if chunk.gathered]
+    needed = uses(facts, [chunk for chunk in gathered if layout.takes_block(chunk)])
+    there = uses(facts, [chunk for chunk in gathered if not layout.takes_block(chunk)])
+    found = place(needed, layout.gather_bytes, first_call(facts))
+    return None if found is None else in_order([*found, *resident(there)])
 
 
 @dataclass(kw_only=True)
@@ -184,7 +194,29 @@ class _Search:
     known: set[Choice] = field(default_factory=set)
     effort: int = EFFORT
 
-    def best(self) -> Draft:
+    def best(self) -> Arranged:
+        """The fastest layout that was found, no slower than what a baseline would decide."""
+        candidates = [self.space.arranged(self._found())]
+        for rival in rivals(self._arranger):
+            stays = _placed(self.space.facts, rival.layout)  # moved as early as the area allows
+            if stays is not None:
+                candidates.append(replace(rival, stays=stays))
+            candidates.append(rival)
+        return min(candidates, key=lambda one: one.step_s)
+
+    @property
+    def _arranger(self) -> Arranger:
+        space = self.space
+        return Arranger(
+            facts=space.facts,
+            machine=space.machine,
+            limits=space.limits,
+            pins=space.pins,
+            group=space.group,
+            micro_batches=space.micro_batches,
+        )
+
+    def _found(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
         for stage in self._stages():
@@ -210,14 +242,19 @@ class _Search:
         """Whether nothing is left that is worth its effort."""
         return self._proved or self.effort <= 0
 
+    @cached_property
+    def _update_s(self) -> float:
+        return update_compute_s(self.space.facts, self.space.machine)
+
     @property
-    def _relaxed(self) -> Relaxed:
+    def relaxed(self) -> Relaxed:
+        """The relaxation's optimum."""
         return self.space.bound.relaxed
 
     @property
     def _proved(self) -> bool:
         """Whether nothing can be faster than the best so far."""
-        return bool(self.played) and self.played[0].timing.step_s <= self._relaxed.step_s * (
+        return bool(self.played) and self.played[0].timing.step_s <= self.relaxed.step_s * (
             1 + PROVED
         )
 
@@ -227,7 +264,7 @@ class _Search:
         machine = self.space.machine
         if not machine.updates_on_host:
             return (0.0,)
-        return tuple(sorted({0.0, round(self._relaxed.on_host, 3), 1.0}))
+        return tuple(sorted({0.0, round(self.relaxed.on_host, 3), 1.0}))
 
     def _thrifty(self) -> None:
         """The least memory's own arena, and what is left for the rest: where there is little
@@ -253,7 +290,7 @@ class _Search:
 
     def _guided(self) -> None:
         """What the relaxation keeps at home, and how much of it is updated on the host."""
-        relaxed = self._relaxed
+        relaxed = self.relaxed
         quotas = (
             (Part.PARAMETERS, relaxed.parameters_bytes),
             (Part.GRADIENTS, relaxed.gradients_bytes),
@@ -488,7 +525,7 @@ class _Search:
                 stores += moving - gradient
                 gradients += gradient
         update_s = pair_s(machine, Tier.DEVICE, far, loads, stores)
-        update_s = max(update_s, update_compute_s(self.space.facts, machine))
+        update_s = max(update_s, self._update_s)
         copy_s = 2 * gradients / machine.stream_bytes_per_s
         compute_s = self.space.micro_batches * player.starts[-1]
         return compute_s + copy_s + update_s > self.played[0].timing.step_s

@@ -27,6 +27,19 @@ from elixir_fx.units import round_up, sizes
 
 
 @dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """A layout that keeps the limits, the stays of its gathered chunks, and what plays it."""
+
+    player: Player
+    layout: Layout
+    stays: tuple[Stay, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        return self.player.play(self.layout, self.stays).step_s
+
+
+@dataclass(frozen=True, kw_only=True)
 class Space:
     """All layouts of one step that the search knows."""
 
@@ -60,9 +73,10 @@ class Space:
     def players(self) -> dict[int, Player]:
         """One packing of the parameters for each chunk size."""
         found = {}
+        empty = Footprint(self.facts, (), self.group)
         for size in self.chunk_sizes:
             chunks = pack(self.facts, size, self.tiers_by_path, self.group)
-            footprint = Footprint(self.facts, chunks, self.group)
+            footprint = empty.repacked(chunks)
             found[size] = Player.of(self.facts, self.machine, footprint, self.micro_batches)
         return found
 
@@ -108,7 +122,7 @@ class Space:
     def _whole(self) -> Player:
         return self.players[self.chunk_sizes[-1]]
 
-    def keep_all(self) -> Draft | None:
+    def keep_all(self) -> Arranged | None:
         """The layout that moves nothing, if it fits."""
         if self.kept_peak is None or self.kept_peak > self.limits.device:
             return None
@@ -122,8 +136,12 @@ class Space:
             host_bytes=0,
             disk_bytes=0,
         )
-        choice = Choice(chunk_bytes=self.chunk_sizes[-1], arena_bytes=0)
-        return Draft(choice=choice, layout=layout, stays=(), need_bytes=self.kept_peak)
+        return Arranged(player=self._whole, layout=layout, stays=())
+
+    def arranged(self, draft: Draft) -> Arranged:
+        """What a draft of this space says."""
+        player = self.players[draft.choice.chunk_bytes]
+        return Arranged(player=player, layout=draft.layout, stays=draft.stays)
 
     def arenas(self, chunk_bytes: int) -> tuple[int, ...]:
         """Arena sizes to try with a chunk size."""
@@ -181,25 +199,26 @@ class Space:
             raise PlanError("the pinned homes do not fit their tiers: give host or disk more room")
         return min(needs)
 
-    def plan(self, draft: Draft) -> Plan:
-        player = self.players[draft.choice.chunk_bytes]
-        made = make_schedule(player, self.bound, draft.layout, draft.stays)
+    def plan(self, arranged: Arranged) -> Plan:
+        """The plan of a layout of this step, with what it keeps at home."""
+        layout, stays = arranged.layout, arranged.stays
+        made = make_schedule(arranged.player, self.bound, layout, stays)
         return Plan(
             machine=self.machine.name,
             limits=self.limits,
-            layout=draft.layout,
+            layout=layout,
             schedules=(made,),
-            notes=self._notes(draft),
+            notes=self._notes(arranged),
         )
 
-    def _notes(self, draft: Draft) -> tuple[str, ...]:
-        if draft.layout.keeps_all:
+    def _notes(self, arranged: Arranged) -> tuple[str, ...]:
+        if arranged.layout.keeps_all:
             return ("everything stays on the device",)
         notes = []
         for part in Part:
             whole = kept = 0
-            footprint = self.players[draft.choice.chunk_bytes].footprint
-            for chunk, size in zip(draft.layout.chunks, footprint.sizes, strict=True):
+            sizes_of = arranged.player.footprint.sizes
+            for chunk, size in zip(arranged.layout.chunks, sizes_of, strict=True):
                 total = size.ordinary[part]
                 kept += total if home(chunk.homes, part) == Tier.DEVICE else 0
                 whole += total
