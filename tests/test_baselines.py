@@ -1,5 +1,6 @@
 """What others would decide: plans that keep every promise, and that train as plain PyTorch does."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -10,15 +11,17 @@ from graphs import gpt
 from graphs_facts import LBFGS, accelerator, cpu
 from graphs_facts import gpt as gpt_facts
 from harness import adamw, compare
+from random_steps import crowded, instance
 from test_search import check
 
 from elixir_fx.config import read_options
 from elixir_fx.errors import PlanError
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import Group, Limits, Plan
+from elixir_fx.plan import ONE_RANK, Group, Limits, Plan
 from elixir_fx.planner import search
 from elixir_fx.planner.baselines import POLICIES, keep_all, layer_of, offload_all, zero3_per_layer
+from elixir_fx.planner.bound import lower_bound_s
 from elixir_fx.planner.elixir_rule import RuleConstants, elixir_rule, moves
 from elixir_fx.testing import emulated
 from elixir_fx.units import GIB, MIB
@@ -55,7 +58,7 @@ def test_a_plan_keeps_its_promises(policy: str, place: str, share: float) -> Non
         )
         return
     check(plan, FACTS, limits, machine)
-    assert plan.forecast.step_s >= search(FACTS, machine, limits).forecast.lower_bound_s * 0.999
+    assert plan.forecast.step_s >= lower_bound_s(FACTS, machine, limits) * 0.999
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -67,6 +70,45 @@ def test_plans_of_ranks(policy: str, shared: bool) -> None:
     plan = POLICIES[policy](FACTS, machine, limits, None, group)
     check(plan, FACTS, limits, machine)
     assert all(chunk.shards == 2 for chunk in plan.layout.chunks)
+
+
+GROUPS = {
+    "alone": ONE_RANK,
+    "2 ranks": Group(ranks=2),
+    "4 ranks": Group(ranks=4),
+    "4 that share": Group(ranks=4, shared=True),
+}
+
+
+def check_never_slower(seeds: Iterable[int], group: Group, micro_batches: int) -> None:
+    """The search against every policy that has a plan."""
+    for problem in (make(seed) for seed in seeds for make in (instance, crowded)):
+        facts, limits = problem.facts, problem.limits
+        machine = problem.machine if group.ranks == 1 else problem.machine.with_peers()
+        try:
+            ours = search(facts, machine, limits, None, group, micro_batches)
+        except PlanError:
+            ours = None
+        for policy in POLICIES.values():
+            try:
+                other = policy(facts, machine, limits, None, group, micro_batches)
+            except PlanError:
+                continue
+            assert ours is not None and ours.forecast.step_s <= other.forecast.step_s
+            assert other.forecast.micro_batches == micro_batches
+
+
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_search_is_never_slower(group: Group, micro_batches: int) -> None:
+    check_never_slower((2, 14, 19), group, micro_batches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_the_search_is_never_slower_on_many(group: Group, micro_batches: int) -> None:
+    check_never_slower(range(60), group, micro_batches)
 
 
 def test_keep_all_is_refused_with_the_numbers() -> None:

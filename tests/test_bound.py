@@ -4,10 +4,12 @@ import pytest
 from graphs_facts import ADAMW, accelerator, cpu, gpt
 from scipy.optimize import linprog
 
+from elixir_fx.errors import PlanError
 from elixir_fx.machine import Tier
 from elixir_fx.plan import Group, Limits
-from elixir_fx.planner import smallest
+from elixir_fx.planner import search, smallest
 from elixir_fx.planner.bound import lower_bound_s, pair_s, simple_bound_s, update_compute_s
+from elixir_fx.planner.footprint import live_peak_bytes
 
 MIB = 1 << 20
 
@@ -34,7 +36,7 @@ def test_no_memory_moves_every_byte_of_training_state():
     facts = gpt(2, 64, 100, 16, flops_per_s=1e15)
     machine = cpu(1e9, 1e9, 2e9)
     elements = sum(p.span for p in facts.parameters)
-    bound = lower_bound_s(facts, machine, Limits(device=0, disk=1 << 40))
+    bound = simple_bound_s(facts, machine, Limits(device=0, disk=1 << 40))
     assert bound >= facts.compute_s + 16 * elements / 1e9
 
 
@@ -55,8 +57,23 @@ def test_the_disk_sees_only_what_device_and_host_cannot_hold():
     machine = accelerator()
     small = Limits(device=MIB, host=MIB, disk=1 << 40)
     large = Limits(device=MIB, host=1 << 40, disk=1 << 40)
-    beyond = [lower_bound_s(facts, machine, x) - facts.compute_s for x in (small, large)]
+    beyond = [simple_bound_s(facts, machine, x) - facts.compute_s for x in (small, large)]
     assert beyond[0] > 3 * beyond[1] > 0
+
+
+def test_where_no_plan_fits_the_bound_is_infinite():
+    facts = gpt(2, 256, 100, 4)
+    whole = 4 * sum(p.nbytes for p in facts.parameters)
+    for machine, limits in (
+        (cpu(), Limits(device=0, disk=1 << 40)),
+        (accelerator(), Limits(device=live_peak_bytes(facts) // 2, host=1 << 40)),
+        (accelerator(), Limits(device=whole // 2, host=whole // 4)),
+    ):
+        for micro_batches in (1, 3):
+            found = lower_bound_s(facts, machine, limits, micro_batches=micro_batches)
+            assert found == float("inf")
+        with pytest.raises(PlanError):
+            search(facts, machine, limits)
 
 
 def test_more_memory_never_raises_the_bound():

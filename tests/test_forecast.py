@@ -5,6 +5,7 @@ from graphs_facts import ADAMW, SGD, Builder, accelerator, cpu
 
 from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import Homes, Layout, Limits, align
+from elixir_fx.planner.bound import Bound
 from elixir_fx.planner.footprint import Footprint
 from elixir_fx.planner.forecast import Player, forecast
 from elixir_fx.planner.pack import pack
@@ -158,9 +159,14 @@ def test_a_step_by_hand():
     assert timing.moved == {IN: 6 << 22, OUT: 4 << 22}
 
 
+def bound(player):
+    limits = Limits(device=1 << 30, disk=1 << 30)
+    return Bound(facts=player.facts, machine=player.machine, limits=limits)
+
+
 def test_exposed_seconds_add_up():
     player, layout, stays = lay(two_layers(), cpu(), Homes(parameters=Tier.DISK))
-    made = forecast(player, layout, stays, Limits(device=1 << 30, disk=1 << 30))
+    made = forecast(player, layout, stays, bound(player))
     assert sum(s for _, s in made.exposed) == pytest.approx(made.exposed_s)
     assert made.step_s == pytest.approx(made.compute_s + made.exposed_s)
     assert made.prefetch_hits + made.prefetch_misses == len(stays)
@@ -178,7 +184,7 @@ def test_gradients_live_until_their_reduce_and_without_one_to_the_end():
 
 def test_largest_storages_are_named_for_people():
     player, layout, stays = lay(two_layers(), cpu(), Homes(parameters=Tier.DISK))
-    made = forecast(player, layout, stays, Limits(device=1 << 30, disk=1 << 30))
+    made = forecast(player, layout, stays, bound(player))
     assert made.peak_node == "gb"
     assert made.largest == (
         ("gradient of b (model.py:7)", align(1 << 22)),
@@ -195,7 +201,7 @@ def test_foreach_updates_hold_scratch_for_all_resident_parameters():
 
 def test_the_peak_can_be_the_update():
     player, layout, stays = lay(two_layers(ADAMW), cpu(), Homes(states=Tier.DISK))
-    made = forecast(player, layout, stays, Limits(device=1 << 30, disk=1 << 30))
+    made = forecast(player, layout, stays, bound(player))
     assert made.peak_node == "optimizer"  # new states and scratch of a unit
     assert made.largest == (("update of a unit", 16 << 20),)
 

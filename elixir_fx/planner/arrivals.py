@@ -77,7 +77,7 @@ def _unknown(facts: Facts, machine: Machine, limits: Limits, pins: Mapping[str, 
         draft = space.drafters[choice.chunk_bytes].draft(choice, lambda layout: True)
     if draft is None:
         raise PlanError(space.refusal())
-    return space.plan(draft)
+    return space.plan(space.arranged(draft))
 
 
 def settle(plan: Plan, regions: Sequence[Region], machine: Machine) -> Plan:

@@ -6,30 +6,35 @@
                      before use and released after, the next one meanwhile, nothing kept
     elixir_rule      the published rule (elixir_rule.py)
 
-A policy takes what `search` takes and raises PlanError if its plan does not meet the limits.
+A policy takes what `search` takes and raises PlanError if its plan does not meet the limits. The
+search chooses from `rivals` as well, so that it is never slower than one of them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
 
 from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import ALIGNMENT_BYTES, ONE_RANK, Chunk, Group, Limits, Plan, align
+from elixir_fx.plan import ONE_RANK, Group, Limits, Plan, align
 from elixir_fx.planner.arranged import Arranger, one_ahead
-from elixir_fx.planner.elixir_rule import elixir_rule, on_host
+from elixir_fx.planner.elixir_rule import by_rule, on_host
 from elixir_fx.planner.pack import chunk_sizes
 from elixir_fx.planner.place import Stay, Use, core_bytes, place
+from elixir_fx.planner.space import Arranged
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.)")
 
 
-class Policy(Protocol):
-    """Decides a whole step. PlanError if it does not fit."""
+@dataclass(frozen=True)
+class Policy:
+    """Decides a whole step: `decide` arranges it, or raises PlanError if it does not fit."""
+
+    name: str
+    decide: Callable[[Arranger], Arranged]
 
     def __call__(
         self,
@@ -38,61 +43,53 @@ class Policy(Protocol):
         limits: Limits,
         pins: Mapping[str, Tier] | None = None,
         group: Group = ONE_RANK,
-    ) -> Plan: ...
+        micro_batches: int = 1,
+    ) -> Plan:
+        """The policy's plan. PlanError if it does not fit."""
+        arranger = Arranger(
+            facts=facts,
+            machine=machine,
+            limits=limits,
+            pins=pins or {},
+            group=group,
+            micro_batches=micro_batches,
+        )
+        return arranger.plan(self.name, self.decide(arranger))
 
 
-def keep_all(
-    facts: Facts,
-    machine: Machine,
-    limits: Limits,
-    pins: Mapping[str, Tier] | None = None,
-    group: Group = ONE_RANK,
-) -> Plan:
+def rivals(arranger: Arranger) -> Iterator[Arranged]:
+    """What the policies decide, of those that keep the limits."""
+    for policy in POLICIES.values():
+        try:
+            yield policy.decide(arranger)
+        except PlanError:
+            continue
+
+
+def _keep_all(arranger: Arranger) -> Arranged:
     """Everything at home on the device. Of several ranks each has its share, and as many chunks
     stay gathered as the device has room for."""
-    arranger = Arranger(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
     refused = PlanError("keep_all: no chunk size fits")
-    for size in reversed(chunk_sizes(facts)):
+    for size in reversed(chunk_sizes(arranger.facts)):
         chunks = arranger.pack(size)
         home = arranger.settle(chunks, [Tier.DEVICE] * len(chunks))
-        whole = sum(align(chunk.nbytes) for chunk in home)
+        area = min(arranger.room(home), sum(align(chunk.nbytes) for chunk in home))
         try:
-            return _largest_area(arranger, "keep_all", home, whole)
+            return arranger.arrange("keep_all", home, partial(_placed, arranger, area))
         except PlanError as error:
             refused = error
     raise refused
-
-
-def _largest_area(
-    arranger: Arranger, name: str, chunks: tuple[Chunk, ...], most_bytes: int
-) -> Plan:
-    """The plan with the largest gather area that the device holds, a quarter smaller each time."""
-    area = most_bytes
-    while True:
-        try:
-            return arranger.plan(name, chunks, partial(_placed, arranger, area))
-        except PlanError:
-            if area < ALIGNMENT_BYTES:
-                raise
-        area = area * 3 // 4
 
 
 def _placed(arranger: Arranger, area: int, needed: Sequence[Use]) -> tuple[Stay, ...] | None:
     return place(needed, area, arranger.first_call)
 
 
-def offload_all(
-    facts: Facts,
-    machine: Machine,
-    limits: Limits,
-    pins: Mapping[str, Tier] | None = None,
-    group: Group = ONE_RANK,
-) -> Plan:
+def _offload_all(arranger: Arranger) -> Arranged:
     """Everything away on the nearest tier with room, in the smallest chunks. Two chunks fit the
     gather area, so that one comes while another is read, or only what must, if that is too
     much."""
-    arranger = Arranger(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
-    chunks = arranger.pack(chunk_sizes(facts)[0])
+    chunks = arranger.pack(chunk_sizes(arranger.facts)[0])
     chunks = arranger.settle(chunks, [None] * len(chunks))
 
     def double(needed: Sequence[Use]) -> tuple[Stay, ...] | None:
@@ -103,22 +100,15 @@ def offload_all(
         return _placed(arranger, core_bytes(needed), needed)
 
     try:
-        return arranger.plan("offload_all", chunks, double)
+        return arranger.arrange("offload_all", chunks, double)
     except PlanError:
-        return arranger.plan("offload_all", chunks, single, gradient_blocks=1, ring=1)
+        return arranger.arrange("offload_all", chunks, single, gradient_blocks=1, ring=1)
 
 
-def zero3_per_layer(
-    facts: Facts,
-    machine: Machine,
-    limits: Limits,
-    pins: Mapping[str, Tier] | None = None,
-    group: Group = ONE_RANK,
-) -> Plan:
+def _zero3_per_layer(arranger: Arranger) -> Arranged:
     """A chunk for each layer, nothing kept from forward to backward. The shares are at home on
     the device if they fit; else on the host, where their optimizer runs if the machine has one
     there (ZeRO-Offload); else as far out as need be (ZeRO-Infinity)."""
-    arranger = Arranger(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
     chunks = arranger.pack_by(layer_of)
     refusal: PlanError | None = None
     for tier in dict.fromkeys((Tier.DEVICE, *arranger.tiers[:1], None)):
@@ -126,8 +116,8 @@ def zero3_per_layer(
             continue
         try:
             settled = arranger.settle(chunks, [tier] * len(chunks))
-            settled = tuple(on_host(machine, chunk) for chunk in settled)
-            return arranger.plan("zero3_per_layer", settled, partial(_sliding, arranger))
+            settled = tuple(on_host(arranger.machine, chunk) for chunk in settled)
+            return arranger.arrange("zero3_per_layer", settled, partial(_sliding, arranger))
         except PlanError as error:
             refusal = error
     assert refusal is not None
@@ -168,11 +158,12 @@ def _lowest(placed: Sequence[Stay], stay: Stay) -> int:
     return offset
 
 
+keep_all = Policy("keep_all", _keep_all)
+offload_all = Policy("offload_all", _offload_all)
+zero3_per_layer = Policy("zero3_per_layer", _zero3_per_layer)
 POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
-        "keep_all": keep_all,
-        "offload_all": offload_all,
-        "zero3_per_layer": zero3_per_layer,
-        "elixir_rule": elixir_rule,
+        policy.name: policy
+        for policy in (keep_all, offload_all, zero3_per_layer, Policy("elixir_rule", by_rule))
     }
 )

@@ -42,15 +42,16 @@ With micro-batches the compute of the graph counts as often; bytes are those of 
 graph as it is: recomputation and another numeric format are other graphs.
 
 What must cross the links within the forward and the backward is the relaxation's business;
-`lower_bound_s` is the larger of the two.
+`Bound.step_s` is the larger of the two.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Limits
-from elixir_fx.planner.relaxation import relax
+from elixir_fx.planner.relaxation import Relaxed, relax
 from elixir_fx.planner.wires import together
 
 PROVED = 1e-4  # a plan this close to a bound needs no better one
@@ -65,23 +66,50 @@ class _Bytes:
         return _Bytes(self.reads // ranks, self.writes // ranks)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What bounds a step under `limits` of each rank. The relaxation is solved once, when it is
+    first asked for."""
+
+    facts: Facts
+    machine: Machine
+    limits: Limits
+    group: Group = ONE_RANK
+    micro_batches: int = 1
+
+    @cached_property
+    def simple_s(self) -> float:
+        """The bound by bytes and compute alone."""
+        return simple_bound_s(self.facts, self.machine, self.limits, self.group, self.micro_batches)
+
+    @cached_property
+    def relaxed(self) -> Relaxed:
+        """The relaxation's optimum."""
+        return relax(self.facts, self.machine, self.limits, self.group, self.micro_batches)
+
+    def step_s(self, reached_s: float = float("inf")) -> float:
+        """Seconds that one steady step takes at least, on any plan; infinite where the relaxation
+        shows that there is none.
+
+        The relaxation is not asked where the simple bound shows that `reached_s`, the seconds of
+        a plan at hand, cannot be beaten.
+        """
+        if self.simple_s >= reached_s * (1 - PROVED):
+            return self.simple_s
+        return max(self.simple_s, self.relaxed.step_s)
+
+
 def lower_bound_s(
     facts: Facts,
     machine: Machine,
     limits: Limits,
     group: Group = ONE_RANK,
     micro_batches: int = 1,
-    reached_s: float = float("inf"),
 ) -> float:
-    """Seconds that one steady step takes at least under `limits` of each rank, on any plan.
-
-    The relaxation is not solved where the simple bound shows that `reached_s`, the seconds of a
-    plan at hand, cannot be beaten.
-    """
-    simple_s = simple_bound_s(facts, machine, limits, group, micro_batches)
-    if simple_s >= reached_s * (1 - PROVED):
-        return simple_s
-    return max(simple_s, relax(facts, machine, limits, group, micro_batches).step_s)
+    """Seconds that one steady step takes at least: `Bound.step_s`."""
+    return Bound(
+        facts=facts, machine=machine, limits=limits, group=group, micro_batches=micro_batches
+    ).step_s()
 
 
 def simple_bound_s(
@@ -107,7 +135,8 @@ def simple_bound_s(
             trained = sum(p.nbytes for p in facts.parameters if facts.updates(p))
             others = trained * (group.ranks - 1) // group.ranks
             step_s = max(step_s, pair_s(machine, Tier.DEVICE, Tier.PEERS, others, others))
-    return max(step_s, micro_batches * facts.compute_s + update_s)
+    passes = micro_batches if facts.trains else 1
+    return max(step_s, passes * facts.compute_s + update_s)
 
 
 def update_compute_s(facts: Facts, machine: Machine) -> float:

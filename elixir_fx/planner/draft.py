@@ -23,11 +23,13 @@ everything may be at home, without a tier to be away on. Gradients pass through 
 they are at home.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 import numpy as np
+from numpy.typing import NDArray
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
@@ -258,12 +260,12 @@ class Drafter:
             for chunk, part in self._ordered(choice, parts)
             if not self._bound_away[chunk, COLUMN[part]]
         ]
+        chunks, columns = np.array(ordered, dtype=np.int64).reshape(-1, 2).T
 
         def without(count: int) -> Parts:
             fewer = Parts(away=parts.away.copy(), hosted=parts.hosted.copy())
-            for chunk, column in ordered[:count]:
-                fewer.away[chunk, column] = False
-                fewer.hosted[chunk] = False
+            fewer.away[chunks[:count], columns[:count]] = False
+            fewer.hosted[chunks[:count]] = False
             return fewer
 
         low, high = 0, len(ordered)  # too few, perhaps enough
@@ -341,46 +343,68 @@ class Drafter:
     # Step 6: tiers.
 
     @cached_property
+    def _homes(self) -> dict[tuple[int, ...], Homes]:
+        """Homes by the numbers of the places of their parts: 0 is the device."""
+        places = (Tier.DEVICE, *self._tiers)
+        fields = [part.value for part in PARTS]
+        return {
+            numbers: Homes(**dict(zip(fields, (places[n] for n in numbers), strict=True)))
+            for numbers in product(range(len(places)), repeat=len(PARTS))
+        }
+
+    @cached_property
     def _tiers(self) -> tuple[Tier, ...]:
         return away_tiers(self.machine, self.limits)
 
-    def _assign(self, parts: Parts, spill: str) -> tuple[dict[Item, Tier], int] | None:
-        """A tier for every part away, and the staging bytes. None if they do not fit."""
-        room = {tier: self.limits.of(tier) for tier in self._tiers}
+    def _assign(self, parts: Parts, spill: str) -> tuple[NDArray[np.int64], int] | None:
+        """The place of every part, 0 the device or a number counted in `_tiers` from 1, and the
+        staging bytes. None if the tiers do not hold what is away."""
+        places = parts.away.astype(np.int64)  # the nearest tier
+        if not self._tiers:
+            return places, 0
+        packed = self._tally.packed
+        room = [self.limits.of(tier) for tier in self._tiers]
         if self._saved_bytes:
-            room[self._saved_tier] -= self._saved_bytes
-            if room[self._saved_tier] < 0:
+            room[self._tiers.index(self._saved_tier)] -= self._saved_bytes
+            if min(room) < 0:
                 return None
-        total = int(self._tally.packed[parts.away].sum())
-        hosted, bound = parts.hosted_ids(), parts.away & self._bound_away
-        if hosted:
-            room[Tier.HOST] -= self.footprint.host_update_bytes(hosted, WHOLE)
-        staging = 0
-        pinned = np.flatnonzero(bound.any(axis=1))
-        bound_to_disk = any(self.pin(self._sizes[chunk].chunk) == Tier.DISK for chunk in pinned)
-        if Tier.HOST in room and (total > room[Tier.HOST] or bound_to_disk):
-            staging = self._staging(parts) if Tier.DISK in room else 0
-            room[Tier.HOST] -= staging
-        tiers: dict[Item, Tier] = {}
-        if len(room) == 1 and not len(pinned):
-            (only,) = room
-            return (dict.fromkeys(parts.items(), only), 0) if total <= room[only] else None
-        rank = {part: spill.index(LETTERS[part]) for part in Part}
-        for item in sorted(
-            parts.items(),
-            key=lambda i: (i[0] not in hosted, not bound[i[0], COLUMN[i[1]]], rank[i[1]], i[0]),
-        ):
-            chunk, part = item
-            size = self._sizes[chunk].packed[part]
-            pin = self.pin(self._sizes[chunk].chunk) if bound[chunk, COLUMN[part]] else None
-            if chunk in hosted:
-                pin = Tier.HOST
-            tier = next((t for t in room if size <= room[t] and pin in (None, t)), None)
-            if tier is None:
+        if parts.hosted.any():
+            room[0] -= self.footprint.host_update_bytes(parts.hosted_ids(), WHOLE)
+        if int(packed[parts.away].sum()) <= room[0] and not (parts.away & self._bound_far).any():
+            return places, 0
+        if len(room) == 1:
+            return None
+        staging = self._staging(parts)
+        room[0] -= staging
+        for chunk, column in self._spilling(parts, spill):
+            size = int(packed[chunk, column])
+            fits = [size <= left for left in room]
+            if self._bound_far[chunk, column]:
+                fits[0] = False
+            elif parts.hosted[chunk] or self._bound_away[chunk, column]:
+                fits[1] = False
+            if not any(fits):
                 return None
-            room[tier] -= size
-            tiers[item] = tier
-        return tiers, staging
+            nearest = fits.index(True)
+            room[nearest] -= size
+            places[chunk, column] = nearest + 1
+        return places, staging
+
+    def _spilling(self, parts: Parts, spill: str) -> Iterator[tuple[int, int]]:
+        """The parts away in the order in which they choose a tier: first those that have no
+        choice."""
+        chunks, columns = np.nonzero(parts.away)
+        rank = np.array([spill.index(LETTERS[part]) for part in PARTS])[columns]
+        bound = self._bound_away[chunks, columns]
+        order = np.lexsort((chunks, rank, ~bound, ~parts.hosted[chunks]))
+        return zip(chunks[order].tolist(), columns[order].tolist(), strict=True)
+
+    @cached_property
+    def _bound_far(self) -> Mask:
+        """Parts pinned to a tier beyond the nearest."""
+        far = np.array([self.pin(s.chunk) in self._tiers[1:] for s in self._sizes], dtype=np.bool_)
+        bound: Mask = self._bound_away & far[:, None]
+        return bound
 
     def _staging(self, parts: Parts) -> int:
         return staging_bytes(int(self._tally.packed[parts.away].max()), self.limits)
@@ -392,20 +416,19 @@ class Drafter:
         assigned = self._assign(parts, choice.spill)
         if assigned is None:
             return None
-        tiers, staging = assigned
+        places, staging = assigned
         block = self._gradient_block(parts)
         blocks = choice.gradient_blocks if block else 0
-        packed = {
-            tier: sum(self._sizes[c].packed[p] for (c, p), t in tiers.items() if t == tier)
-            for tier in (Tier.HOST, Tier.DISK)
-        }
+        packed = dict.fromkeys((Tier.HOST, Tier.DISK), 0)
+        for number, tier in enumerate(self._tiers, start=1):
+            packed[tier] = int(self._tally.packed[places == number].sum())
         if self._saved_bytes:
             packed[self._saved_tier] += self._saved_bytes
         return Layout(
             chunks=tuple(
                 replace(sizes.chunk, homes=ON_HOST, update=Tier.HOST)
                 if parts.hosted[sizes.chunk.id]
-                else replace(sizes.chunk, homes=_homes(sizes.chunk.id, tiers))
+                else replace(sizes.chunk, homes=self._homes[tuple(places[sizes.chunk.id].tolist())])
                 for sizes in self._sizes
             ),
             gather_bytes=self._area(choice, parts),
@@ -557,15 +580,6 @@ def staging_bytes(block_bytes: int, limits: Limits) -> int:
     """Host memory between disk and device: a few blocks, but a quarter of the budget."""
     least = min(block_bytes, limits.host)
     return min(STAGING_BLOCKS * block_bytes, max(limits.host // 4, least))
-
-
-def _homes(chunk: int, tiers: Mapping[Item, Tier]) -> Homes:
-    device = Tier.DEVICE
-    return Homes(
-        parameters=tiers.get((chunk, Part.PARAMETERS), device),
-        gradients=tiers.get((chunk, Part.GRADIENTS), device),
-        states=tiers.get((chunk, Part.STATES), device),
-    )
 
 
 def spread_arenas(base: int, blocks: Sequence[int], most: int) -> tuple[int, ...]:

@@ -31,8 +31,9 @@ from elixir_fx.facts import Facts, OptimizerFacts, Role
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Chunk, Group, Limits, Plan, align
 from elixir_fx.planner.arranged import Arranger, one_ahead
-from elixir_fx.planner.footprint import NO_OPTIMIZER, Footprint
+from elixir_fx.planner.footprint import NO_OPTIMIZER
 from elixir_fx.planner.place import Stay, Use, core_bytes, place, uses
+from elixir_fx.planner.space import Arranged
 from elixir_fx.units import GIB, MIB
 
 BUDGET_SHARE = 0.95  # of what is left may be chunks
@@ -109,10 +110,17 @@ def elixir_rule(
     meet the limits: it knows no tier beyond the host, and no way to make itself smaller than the
     chunks that are needed at once."""
     arranger = Arranger(facts=facts, machine=machine, limits=limits, pins=pins or {}, group=group)
+    return arranger.plan("elixir_rule", by_rule(arranger, constants))
+
+
+def by_rule(arranger: Arranger, constants: RuleConstants | None = None) -> Arranged:
+    """What the rule decides. PlanError as above."""
+    facts = arranger.facts
     known = constants
     if known is None and arranger.tiers:
-        known = RuleConstants.of(machine, facts.optimizer or NO_OPTIMIZER, group.ranks)
-    budget = _budget_bytes(facts, limits)
+        optimizer = facts.optimizer or NO_OPTIMIZER
+        known = RuleConstants.of(arranger.machine, optimizer, arranger.group.ranks)
+    budget = _budget_bytes(facts, arranger.limits)
     refusal: PlanError | None = None
     for size in _chunk_sizes(arranger, budget):
         try:
@@ -125,8 +133,8 @@ def elixir_rule(
 
 def _with_chunks(
     arranger: Arranger, size: int, budget: int, constants: RuleConstants | None
-) -> Plan:
-    """The rule's plan with chunks of a size; without `constants` nothing can be away."""
+) -> Arranged:
+    """What the rule decides with chunks of a size; without `constants` nothing can be away."""
     chunks = arranger.pack(size)
     away = arranger.tiers[0] if arranger.tiers else Tier.DEVICE
     blocks_first = False
@@ -142,7 +150,7 @@ def _with_chunks(
         try:
             settled = arranger.settle(chunks, homes)
             settled = tuple(on_host(arranger.machine, chunk) for chunk in settled)
-            return arranger.plan("elixir_rule", settled, stays_of, gradient_blocks=1)
+            return arranger.arrange("elixir_rule", settled, stays_of, gradient_blocks=1)
         except PlanError as error:
             refusal = error
     assert refusal is not None
@@ -242,7 +250,7 @@ def _shares(
 ) -> Iterator[tuple[int, int]]:
     """(blocks, chunks at home on the device) of the rule; then less and less of what it would
     give last, as our arena takes more than the paper's blocks."""
-    footprint = Footprint(arranger.facts, chunks, arranger.group)
+    footprint = arranger.footprint(chunks)
     whole = [sum(one.ordinary.values()) for one in footprint.sizes]
     least = max(1, -(-core_bytes(uses(arranger.facts, chunks)) // size))
 
@@ -263,6 +271,6 @@ def _shares(
         yield from ((fewer, 0) for fewer in range(most - 1, least - 1, -1))
         return
     kept = kept_in(budget - least * size)
-    blocks = min(len(chunks), max(least, (budget - sum(whole[:kept])) // size))
+    blocks = max(least, min(len(chunks), (budget - sum(whole[:kept])) // size))
     yield from ((fewer, kept) for fewer in range(blocks, least - 1, -1))
     yield from ((least, fewer) for fewer in range(kept - 1, -1, -1))

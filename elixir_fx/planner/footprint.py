@@ -16,7 +16,7 @@ that the ranks of a host share counts for the rank that it is the share of.
 """
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -169,6 +169,11 @@ class Footprint:
     facts: Facts
     chunks: tuple[Chunk, ...]
     group: Group = ONE_RANK
+    twin: "Footprint | None" = field(default=None, repr=False, compare=False)
+
+    def repacked(self, chunks: tuple[Chunk, ...]) -> "Footprint":
+        """The same graph in another packing; what is live in both is counted once."""
+        return replace(self, chunks=chunks, twin=self)
 
     @cached_property
     def optimizer(self) -> OptimizerFacts:
@@ -195,10 +200,45 @@ class Footprint:
                 found[chunk.id] = max(complete)
         return found
 
-    @cached_property
+    @property
     def last_deaths(self) -> tuple[tuple[Storage, int], ...]:
         """Every storage that counts as live, with the position it lives to, while gradients
         go home by reduces."""
+        return self._passing + self._gradient_deaths
+
+    @property
+    def kept_deaths(self) -> tuple[tuple[Storage, int], ...]:
+        """The same where everything stays on the device: gradients live to the end."""
+        end = len(self.facts.nodes) - 1
+        return self._passing + tuple((storage, end) for storage, _ in self._gradient_deaths)
+
+    @cached_property
+    def live(self) -> NDArray[np.int64]:
+        """Live bytes by position, while gradients go home by reduces."""
+        return self._live_passing + _profile(len(self.facts.nodes), self._gradient_deaths)
+
+    @cached_property
+    def live_kept(self) -> NDArray[np.int64]:
+        """Live bytes by position where everything stays on the device."""
+        return _profile(len(self.facts.nodes), self.kept_deaths)
+
+    @cached_property
+    def _passing(self) -> tuple[tuple[Storage, int], ...]:
+        """Activations and temporaries, in any packing."""
+        if self.twin is not None:
+            return self.twin._passing
+        passing = (Role.ACTIVATION, Role.TEMPORARY)
+        return tuple((s, s.dies) for s in self.facts.storages if s.role in passing)
+
+    @cached_property
+    def _live_passing(self) -> NDArray[np.int64]:
+        """Their bytes by position."""
+        if self.twin is not None:
+            return self.twin._live_passing
+        return _profile(len(self.facts.nodes), self._passing)
+
+    @cached_property
+    def _gradient_deaths(self) -> tuple[tuple[Storage, int], ...]:
         chunk_of = {piece.path: chunk.id for chunk in self.chunks for piece in chunk.slices}
         reduced: dict[str, int] = {}
         for parameter in self.facts.parameters:
@@ -209,24 +249,8 @@ class Footprint:
         return tuple(
             (storage, _death(self.facts, storage, reduced.get(storage.name)))
             for storage in self.facts.storages
-            if storage.role in (Role.ACTIVATION, Role.TEMPORARY, Role.GRADIENT)
+            if storage.role == Role.GRADIENT
         )
-
-    @cached_property
-    def kept_deaths(self) -> tuple[tuple[Storage, int], ...]:
-        """The same where everything stays on the device: gradients live to the end."""
-        end = len(self.facts.nodes) - 1
-        return tuple((s, end if s.role == Role.GRADIENT else d) for s, d in self.last_deaths)
-
-    @cached_property
-    def live(self) -> NDArray[np.int64]:
-        """Live bytes by position, while gradients go home by reduces."""
-        return _profile(len(self.facts.nodes), self.last_deaths)
-
-    @cached_property
-    def live_kept(self) -> NDArray[np.int64]:
-        """Live bytes by position where everything stays on the device."""
-        return _profile(len(self.facts.nodes), self.kept_deaths)
 
     @cached_property
     def live_peak(self) -> int:
@@ -358,8 +382,8 @@ def title(storage: Storage) -> str:
 
 
 def _death(facts: Facts, storage: Storage, reduced: int | None) -> int:
-    """The last position at which a storage is in memory."""
-    if storage.role != Role.GRADIENT or reduced is None:
+    """The last position at which a gradient is in memory."""
+    if reduced is None:
         return storage.dies
     end = len(facts.nodes) - 1
     returns = bool(facts.nodes) and facts.nodes[end].startswith("output")
@@ -368,9 +392,9 @@ def _death(facts: Facts, storage: Storage, reduced: int | None) -> int:
 
 
 def _profile(length: int, lives: Iterable[tuple[Storage, int]]) -> NDArray[np.int64]:
-    change = np.zeros(length + 1, dtype=np.int64)
+    change = [0] * (length + 1)
     for storage, dies in lives:
         change[min(storage.born, length)] += storage.nbytes
         change[min(dies, length - 1) + 1] -= storage.nbytes
-    profile: NDArray[np.int64] = np.cumsum(change[:-1])
+    profile: NDArray[np.int64] = np.cumsum(np.array(change[:-1], dtype=np.int64))
     return profile

@@ -27,8 +27,8 @@ from itertools import accumulate, pairwise
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
-from elixir_fx.plan import SAVED, Chunk, Forecast, Layout, Limits
-from elixir_fx.planner.bound import lower_bound_s
+from elixir_fx.plan import SAVED, Chunk, Forecast, Layout
+from elixir_fx.planner.bound import Bound
 from elixir_fx.planner.footprint import Footprint
 from elixir_fx.planner.place import Stay, returning
 from elixir_fx.planner.update import Update
@@ -107,6 +107,10 @@ class Player:
         wires = Wires(self.machine)
         Update(self.machine, self.footprint, layout, wires).play(())
         return wires.now
+
+    def least_update_s(self, layout: Layout) -> float:
+        """Seconds of the update alone in an arena of any size, at least."""
+        return Update(self.machine, self.footprint, layout, Wires(self.machine)).least_s()
 
 
 class _Play:
@@ -311,8 +315,9 @@ class _Play:
         return event
 
 
-def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limits) -> Forecast:
-    """All that is expected of a steady step of `layout`, times and bytes."""
+def forecast(player: Player, layout: Layout, stays: Sequence[Stay], bound: Bound) -> Forecast:
+    """All that is expected of a steady step of `layout`, times and bytes; `bound` is that of the
+    step under the limits that the layout keeps to."""
     timing = player.play(layout, stays)
     footprint = player.footprint
     live = footprint.live_kept if layout.keeps_all else footprint.live
@@ -332,14 +337,7 @@ def forecast(player: Player, layout: Layout, stays: Sequence[Stay], limits: Limi
         compute_s=timing.compute_s,
         optimizer_s=timing.optimizer_s,
         exposed_s=timing.step_s - timing.compute_s,
-        lower_bound_s=lower_bound_s(
-            player.facts,
-            player.machine,
-            limits,
-            layout.group,
-            player.micro_batches,
-            timing.step_s,
-        ),
+        lower_bound_s=bound.step_s(timing.step_s),
         peak_device_bytes=footprint.layout_peak(layout),
         peak_host_bytes=layout.host_bytes
         + layout.staging_bytes

@@ -52,14 +52,8 @@ class Stay:
     resident: bool = False
 
 
-@dataclass(slots=True)
-class _Segment:
-    """Bytes [low, high) of the area: taken until `free_at`, last by the stay `owner`."""
-
-    low: int
-    high: int
-    free_at: int
-    owner: int
+# Bytes [low, high) of the area: (low, high, taken until, the stay that took them last).
+_Segment = tuple[int, int, int, int]
 
 
 def uses(facts: Facts, chunks: Iterable[Chunk]) -> tuple[Use, ...]:
@@ -119,14 +113,9 @@ def place(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ...
     """
     if max((use.nbytes for use in stays), default=0) > capacity:
         return None
-    keeps = sum(1 for use in stays if use.forward and use.backward)
-    while True:
-        found = _rotate(stays, capacity, earliest, keeps)
-        if found is None and keeps == 0:
-            found = _color(stays, capacity, earliest)
-        if found is not None or keeps == 0:
-            return None if found is None else _once_there(found, stays)
-        keeps //= 2
+    found = _rotate(_cores(stays), capacity, earliest)
+    found = _color(stays, capacity, earliest) if found is None else found
+    return None if found is None else _once_there(found, stays)
 
 
 def _once_there(found: Sequence[Stay], uses: Sequence[Use]) -> tuple[Stay, ...]:
@@ -230,100 +219,117 @@ def _color(stays: Sequence[Use], capacity: int, earliest: int) -> tuple[Stay, ..
     return tuple(started)
 
 
-def _rotate(
-    stays: Sequence[Use], capacity: int, earliest: int, keeps: int
-) -> tuple[Stay, ...] | None:
-    """Each stay in the block that is free earliest; at most `keeps` blocks are kept."""
-    area = [_Segment(0, capacity, earliest - 1, -1)]
-    placed: list[Stay] = []
-    kept: list[Stay] = []
-    start = earliest
-    cores = _cores(stays)
+def _rotate(cores: Sequence[Stay], capacity: int, earliest: int) -> tuple[Stay, ...] | None:
+    """Each stay in the block that is free earliest; as many blocks as can are kept."""
     turn = next((i for i, core in enumerate(cores) if core.backward), len(cores))
-    for core in cores[:turn]:
-        stay = _take(area, core, start, len(placed))
-        if stay is None:
+    ahead = _Rotation(area=[(0, capacity, earliest - 1, -1)], placed=[], start=earliest)
+    if not ahead.add(cores[:turn]):
+        return None
+    held = ahead.survivors(cores[turn:])
+    again = {core.chunk for core in cores[turn:]}
+    keeps = sum(core.chunk in again for core in cores[:turn])
+    tried: list[int] | None = None
+    while True:
+        kept = held[:keeps]
+        if kept != tried:  # else there are not so many
+            back = _Rotation(area=list(ahead.area), placed=list(ahead.placed), start=ahead.start)
+            if back.add(cores[turn:], kept):
+                return in_order(back.placed)
+        if keeps == 0:
             return None
-        start = stay.start
-        placed.append(stay)
-    backward = {core.chunk: core for core in cores[turn:]}
-    for owner in _survivors(area, placed, backward)[:keeps]:
-        held = placed[owner]
-        core = backward.pop(held.chunk)
-        kept.append(replace(core, offset=held.offset, kept=True))
-        for segment in area:
-            if segment.owner == owner:
-                segment.free_at = core.last
-    for core in cores[turn:]:
-        if core.chunk not in backward:
-            continue
-        stay = _take(area, core, max(start, _left(placed, core.chunk)), len(placed))
-        if stay is None:
-            return None
-        start = stay.start
-        placed.append(stay)
-    return in_order([*placed, *kept])
+        keeps, tried = keeps // 2, kept
+
+
+@dataclass(slots=True)
+class _Rotation:
+    """Stays that were placed one after the other, and what of the area they left to whom."""
+
+    area: list[_Segment]  # from the lowest bytes on, without a gap
+    placed: list[Stay]
+    start: int  # of the last one: the next starts no sooner
+
+    def add(self, cores: Sequence[Stay], kept: Sequence[int] = ()) -> bool:
+        """Place these too, whether there is a way; the stays `kept` stay where they are."""
+        until = {core.chunk: core for core in cores}
+        keeping = []
+        for owner in kept:
+            held = self.placed[owner]
+            core = until.pop(held.chunk)
+            keeping.append(replace(core, offset=held.offset, kept=True))
+            self.area = [
+                (low, high, core.last if of == owner else free_at, of)
+                for low, high, free_at, of in self.area
+            ]
+        left = {stay.chunk: stay.last + 1 for stay in self.placed}  # a chunk is there once
+        for core in cores:
+            if core.chunk in until and not self._take(core, left.get(core.chunk, 0)):
+                return False
+        self.placed += keeping
+        return True
+
+    def survivors(self, backward: Sequence[Stay]) -> list[int]:
+        """Stays whose whole block nobody took since, the soonest needed first."""
+        needed = {core.chunk: core.first for core in backward}
+        intact: dict[int, int] = {}
+        for low, high, _, owner in self.area:
+            if owner >= 0:
+                intact[owner] = intact.get(owner, 0) + high - low
+        whole = [
+            owner
+            for owner, nbytes in intact.items()
+            if nbytes == self.placed[owner].nbytes and self.placed[owner].chunk in needed
+        ]
+        return sorted(whole, key=lambda owner: (needed[self.placed[owner].chunk], owner))
+
+    def _take(self, core: Stay, start: int) -> bool:
+        """Give `core` the bytes where it can start earliest, but not before `start`."""
+        start = max(start, self.start)
+        nbytes, most = core.nbytes, self.area[-1][1]
+        offsets = {low for low, _, _, _ in self.area}
+        offsets |= {high - nbytes for _, high, _, _ in self.area}
+        begin, offset = core.first + 1, -1
+        for other in sorted(offsets):
+            if 0 <= other <= most - nbytes:
+                free = self._free(other, other + nbytes, start)
+                if free < begin:
+                    begin, offset = free, other
+                if free == start:
+                    break
+        if offset < 0:
+            return False
+        self._occupy((offset, offset + nbytes, core.last, len(self.placed)))
+        stay = Stay(core.chunk, core.backward, nbytes, offset, begin, core.first, core.last)
+        self.placed.append(stay)
+        self.start = begin
+        return True
+
+    def _free(self, offset: int, end: int, start: int) -> int:
+        """The first position from `start` on at which [offset, end) is free."""
+        for low, high, free_at, _ in self.area:
+            if low >= end:
+                break
+            if offset < high and free_at >= start:
+                start = free_at + 1
+        return start
+
+    def _occupy(self, taken: _Segment) -> None:
+        """Cut `taken` out of the segments it overlaps, and put it in their place."""
+        first, end = taken[:2]
+        rest: list[_Segment] = []
+        for segment in self.area:
+            low, high, free_at, owner = segment
+            if high <= first or low >= end:
+                rest.append(segment)
+                continue
+            if low < first:
+                rest.append((low, first, free_at, owner))
+            if low <= first:
+                rest.append(taken)
+            if high > end:
+                rest.append((end, high, free_at, owner))
+        self.area = rest
 
 
 def _left(placed: Iterable[Stay], chunk: int) -> int:
     """The first position after an earlier stay of the same chunk: one is there at a time."""
     return max((stay.last + 1 for stay in placed if stay.chunk == chunk), default=0)
-
-
-def _survivors(
-    area: list[_Segment], placed: Sequence[Stay], backward: dict[int, Stay]
-) -> list[int]:
-    """Forward stays whose whole block nobody took since, the soonest needed first."""
-    intact: dict[int, int] = {}
-    for segment in area:
-        if segment.owner >= 0:
-            intact[segment.owner] = intact.get(segment.owner, 0) + segment.high - segment.low
-    whole = [
-        owner
-        for owner, nbytes in intact.items()
-        if nbytes == placed[owner].nbytes and placed[owner].chunk in backward
-    ]
-    return sorted(whole, key=lambda owner: (backward[placed[owner].chunk].first, owner))
-
-
-def _take(area: list[_Segment], core: Stay, start: int, owner: int) -> Stay | None:
-    """Give `core` the bytes where it can start earliest, not before `start`."""
-    best: tuple[int, int] | None = None
-    offsets = {segment.low for segment in area} | {s.high - core.nbytes for s in area}
-    for offset in sorted(offsets):
-        begin = _begin(area, offset, core.nbytes, start)
-        if begin is not None and begin <= core.first and (best is None or begin < best[0]):
-            best = (begin, offset)
-    if best is None:
-        return None
-    begin, offset = best
-    _occupy(area, _Segment(offset, offset + core.nbytes, core.last, owner))
-    return replace(core, offset=offset, start=begin)
-
-
-def _begin(area: list[_Segment], offset: int, nbytes: int, start: int) -> int | None:
-    """The first position from `start` on at which [offset, offset + nbytes) is free."""
-    end = offset + nbytes
-    if offset < 0 or end > area[-1].high:
-        return None
-    for segment in area:
-        if segment.low >= end:
-            break
-        if offset < segment.high and segment.free_at >= start:
-            start = segment.free_at + 1
-    return start
-
-
-def _occupy(area: list[_Segment], taken: _Segment) -> None:
-    """Cut `taken` out of the segments it overlaps, and put it in their place."""
-    rest: list[_Segment] = []
-    for segment in area:
-        if segment.high <= taken.low or segment.low >= taken.high:
-            rest.append(segment)
-            continue
-        if segment.low < taken.low:
-            rest.append(_Segment(segment.low, taken.low, segment.free_at, segment.owner))
-        if segment.high > taken.high:
-            rest.append(_Segment(taken.high, segment.high, segment.free_at, segment.owner))
-    rest.append(taken)
-    area[:] = sorted(rest, key=lambda segment: segment.low)

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations, product
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ AREAS = 8  # chunks whose sums of sizes are tried as gather areas
 RINGS = (1, 2, 3, 4, 6, 8)  # units in the ring for which the update is cut
 CUTS, FEW_CUTS = 24, 6  # ways to cut the update that are tried, with few chunks and with many
 SLACK = 1e-9  # relative: less is rounding
+PLAYED = 1e-6  # and of a step that is played, transfer by transfer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +93,9 @@ class Completer:
         default_factory=dict, repr=False
     )
 
-    def complete(self, options: Sequence[Option]) -> Completed | None:
-        """The best layout with these homes that was found; None if there is none."""
+    def complete(self, options: Sequence[Option], below: float = inf) -> Completed | None:
+        """The best layout with these homes that was found; None if there is none of fewer than
+        `below` seconds."""
         footprint = self.player.footprint
         chunks = tuple(
             replace(chunk, homes=option.homes, update=option.update)
@@ -109,16 +111,20 @@ class Completer:
         ways = sorted(self._ways(bare, most), key=lambda way: (way.graph_s, way.arena_bytes))
         best: tuple[float, _Way, int, int] | None = None
         known: dict[tuple[int, int], float] = {}
+        least = {
+            numel: self.player.least_update_s(replace(bare, update_numel=numel)) for numel in rooms
+        }
         for way in ways:
-            if best is not None and way.graph_s >= best[0]:
-                break
             for numel, room in rooms.items():
+                if (way.graph_s + least[numel]) * (1 - PLAYED) >= below:
+                    continue
                 for arena in self._arenas(bare, way.arena_bytes, numel, room):
                     if (numel, arena) not in known:
                         cut = replace(bare, update_numel=numel, arena_bytes=arena)
                         known[numel, arena] = self.player.update_s(cut)
                     step_s = way.graph_s + known[numel, arena]
-                    if best is None or step_s < best[0]:
+                    if step_s < below:
+                        below = step_s
                         best = (step_s, way, numel, arena)
         if best is None:
             return None

@@ -36,6 +36,7 @@ gives these quantities, bytes of one rank (of N ranks the mean one):
     results  written before <= gradients complete by cut k                        `_gradients`
              <= G[g] + FG + d[g,k] + written before + on their way, each share
              those of an accumulation are read again where they are not at home
+    tiers    what is not at home on the device is on the host or the disk           `_tiers`
     disk     what the host cannot hold is read for the update, and written once     `_disk`
     update   what runs on the device is read there, and written, but for P, G, S  `_update`
              what runs on the host has no home on the device
@@ -49,7 +50,10 @@ so the optimum is a lower bound: the programme may split bytes that a plan canno
 what happens between two cuts. With micro-batches each is a programme of its own: the first has
 nothing to add to and an empty arena, the last has the update behind it.
 
-The solver is scipy's HiGHS. Where it finds no optimum the bound is 0, which claims nothing.
+The solver is scipy's HiGHS. Where it proves that the constraints contradict each other no plan
+fits, and the optimum is infinite: the device is too small for buffers and activations, for the
+largest parameter beside them, for its gradient or its update, or all tiers together for the
+state. Where it gives up, the optimum is 0, which claims nothing.
 """
 
 from collections.abc import Sequence
@@ -67,6 +71,7 @@ from elixir_fx.planner.segments import Spare, Task
 from elixir_fx.planner.wires import SLOWEST, together
 
 SAFETY = 1e-6  # of the optimum that is given up to the solver's tolerances
+SOLVED, IMPOSSIBLE = 0, 2  # what `scipy.optimize.linprog` calls it
 
 
 @dataclass
@@ -102,8 +107,9 @@ class _Rows:
         """sum of the terms >= bound"""
         self.at_most([(-value, column) for value, column in terms], -bound)
 
-    def solve(self) -> NDArray[np.float64] | None:
-        """Values of the variables at the least cost; None if the solver finds none."""
+    def solve(self) -> tuple[float, NDArray[np.float64]]:
+        """The least cost, and values of the variables that have it: infinite and none if the rows
+        allow no values, 0 and none if the solver gives up."""
         shape = (len(self.bounds), len(self.costs))
         solved = linprog(
             self.costs,
@@ -112,13 +118,16 @@ class _Rows:
             bounds=[(0.0, most) for most in self.most],
             method="highs",
         )
-        return np.asarray(solved.x, dtype=np.float64) if solved.status == 0 else None
+        if solved.status == SOLVED:
+            return float(solved.fun), np.asarray(solved.x, dtype=np.float64)
+        return (float("inf") if solved.status == IMPOSSIBLE else 0.0), np.zeros(0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relaxed:
     """An optimum of the relaxation: seconds of a step, bytes of each part at home on the device
-    of a rank, bytes of the arena, and the share of what is updated that the host updates."""
+    of a rank, bytes of the arena, and the share of what is updated that the host updates. Infinite
+    seconds say that no plan fits, and then nothing of the rest."""
 
     step_s: float = 0.0
     parameters_bytes: int = 0
@@ -145,7 +154,7 @@ def relax(
         return NOTHING
     many = facts.trains and micro_batches > 1
     last = _Programme(task, accumulates=many, updates=facts.trains).optimum()
-    if not many:
+    if not many or not last.step_s < float("inf"):
         return last
     step_s = last.step_s + _Programme(task, accumulates=False, updates=False).optimum().step_s
     if micro_batches > 2:
@@ -189,7 +198,7 @@ class _Programme:
         self.t = [rows.variable(cost=1.0) for _ in range(self.segments)]
         able = task.machine.updates_on_host and updates
         self.on_host = [rows.variable(most=1.0 if able else 0.0) for _ in groups]
-        self.on_disk = rows.variable()  # bytes on the disk behind the host
+        self.on_disk = rows.variable()
         self.total_sent = 0.0
         self.sent = [rows.variable(most=task.may_send) for _ in task.spares]
         self.again = [rows.variable(most=float(s.again_s < np.inf)) for s in task.spares]
@@ -198,6 +207,7 @@ class _Programme:
         self.returning = rows.variables(self.segments)
         self._spare()
         self._memory(accumulates)
+        self._tiers()
         self._reads()
         self._gradients(accumulates)
         self._sends()
@@ -207,9 +217,9 @@ class _Programme:
             self._update()
 
     def optimum(self) -> Relaxed:
-        values = self.rows.solve()
-        if values is None:
-            return NOTHING
+        step_s, values = self.rows.solve()
+        if not len(values):
+            return Relaxed(step_s=step_s)
         unit = self.task.unit_bytes
 
         def nbytes(variables: Sequence[int]) -> int:
@@ -221,7 +231,7 @@ class _Programme:
             for group, part in zip(self.task.groups, self.on_host, strict=True)
         )
         return Relaxed(
-            step_s=float(np.dot(values, self.rows.costs)) * (1 - SAFETY),
+            step_s=step_s * (1 - SAFETY),
             parameters_bytes=nbytes(self.parameters),
             gradients_bytes=nbytes(self.at_home),
             states_bytes=nbytes(self.states),
@@ -486,28 +496,28 @@ class _Programme:
             rows.at_least([(1.0, rest), *((1.0, q) for q in self.q)], self.total_sent)
             self._peers(seconds, [], [(1.0, rest)])
 
+    def _tiers(self) -> None:
+        """What is not at home on the device is on the host, if there is one, or the disk; what is
+        updated on the host is at home there."""
+        rows, task, n = self.rows, self.task, self.task.group.ranks
+        homes = [
+            (1.0, part) for parts in (self.parameters, self.at_home, self.states) for part in parts
+        ]
+        wholes = (self.whole_parameters, self.whole_gradients, self.whole_states)
+        homes += [(1 / n, part) for parts in wholes for part in parts]
+        total = sum(g.parameters + g.gradients + g.states for g in task.groups) / n
+        host = 0.0 if task.machine.unified else task.limits.host / task.unit_bytes
+        rows.at_least([(1.0, self.on_disk), *homes], total - host)
+        rows.at_most([(1.0, self.on_disk)], task.disk_bytes / task.unit_bytes)
+        hosted = [(g.updated + g.gradients + g.states) / n for g in task.groups]
+        rows.at_most(list(zip(hosted, self.on_host, strict=True)), host)
+
     def _disk(self, update: int) -> None:
         """What the host has no room for is on the disk behind it: every byte of it is read for
         the update, and written in the step once; nothing of it is updated on the host."""
         rows, task, n = self.rows, self.task, self.task.group.ranks
-        if task.machine.unified:
-            return
-        homes = [
-            (1.0, part[g])
-            for part in (
-                *(self.parameters, self.at_home, self.states),
-                *(self.whole_parameters, self.whole_gradients, self.whole_states),
-            )
-            for g in range(len(task.groups))
-        ]
-        total = sum(g.parameters + g.gradients + g.states for g in task.groups) / n
-        host = task.limits.host / task.unit_bytes
-        rows.at_least([(1.0, self.on_disk), *homes], total - host)
-        whole = [(g.updated + g.gradients + g.states) / n for g in task.groups]
-        rows.at_most(list(zip(whole, self.on_host, strict=True)), host)
         into, back = task.link(Tier.DISK, Tier.HOST), task.link(Tier.HOST, Tier.DISK)
         if into is None or back is None:
-            rows.at_most([(1.0, self.on_disk)], 0.0)
             return
         frozen = sum(g.parameters - g.updated for g in task.groups) / n
         late = rows.variable()  # bytes on the disk that an update changes

@@ -10,7 +10,7 @@ Last stage of the planner, and its main door: `search`, `schedule`, `smallest`.
                 host, disk bytes <= their limits     draft.Drafter._assign
                 stays that share a byte share no     place.place
                 position
-    and         step_s >= lower_bound_s              bound.lower_bound_s
+    and         step_s >= lower_bound_s              bound.Bound
 
 If everything fits on the device, that is the plan: nothing beats it. Otherwise
 
@@ -40,7 +40,9 @@ from elixir_fx.errors import LayoutError, PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
-from elixir_fx.planner.bound import PROVED, pair_s, update_compute_s
+from elixir_fx.planner.arranged import Arranger
+from elixir_fx.planner.baselines import rivals
+from elixir_fx.planner.bound import PROVED, Bound, pair_s, update_compute_s
 from elixir_fx.planner.draft import OUTSIZED, SPILLS, Choice, Draft
 from elixir_fx.planner.footprint import Footprint, Part, away
 from elixir_fx.planner.forecast import Player, Timing
@@ -56,8 +58,8 @@ from elixir_fx.planner.place import (
     resident,
 )
 from elixir_fx.planner.polish import FEW, SLACK, Completed, Option, Table
-from elixir_fx.planner.relaxation import Relaxed, relax
-from elixir_fx.planner.space import Space, make_schedule, nearest
+from elixir_fx.planner.relaxation import Relaxed
+from elixir_fx.planner.space import Arranged, Space, make_schedule, nearest
 from elixir_fx.units import round_up, sizes
 
 FINALISTS = 2  # choices, the best so far, that are varied
@@ -101,7 +103,8 @@ def search(
     global_state = facts.optimizer is not None and facts.optimizer.global_state
     if global_state or space.least is None or space.least[0] > limits.device:
         raise PlanError(space.refusal())
-    return space.plan(_Search(space).best())
+    trying = _Search(space)
+    return space.plan(trying.best())
 
 
 def smallest(
@@ -144,20 +147,34 @@ def schedule(
     player = Player.of(facts, machine, footprint, micro_batches)
     stays: tuple[Stay, ...] = ()
     if not layout.keeps_all:
-        needed, there = gathered_uses(facts, layout)
-        found = place(needed, layout.gather_bytes, first_call(facts))
+        found = _placed(facts, layout)
         if found is None:
+            needed, _ = gathered_uses(facts, layout)
             raise LayoutError(
                 f"this graph needs {sizes(core_bytes(needed))} of gathered parameters at once; "
                 f"the plan's gather area has {sizes(layout.gather_bytes)}. Plan again with it as "
                 "the example"
             )
-        stays = in_order([*found, *resident(there)])
-    made = make_schedule(player, limits, layout, stays)
+        stays = found
+    bound = Bound(
+        facts=facts,
+        machine=machine,
+        limits=limits,
+        group=layout.group,
+        micro_batches=micro_batches,
+    )
+    made = make_schedule(player, bound, layout, stays)
     peak = player.footprint.layout_peak(layout, held_bytes)
     if peak > limits.device:
         raise LayoutError(_too_large(made, machine, limits, peak))
     return made
+
+
+def _placed(facts: Facts, layout: Layout) -> tuple[Stay, ...] | None:
+    """Stays of all that a graph reads in a layout; None if its gather area is too small."""
+    needed, there = gathered_uses(facts, layout)
+    found = place(needed, layout.gather_bytes, first_call(facts))
+    return None if found is None else in_order([*found, *resident(there)])
 
 
 @dataclass(kw_only=True)
@@ -175,7 +192,30 @@ class _Search:
     known: set[Choice] = field(default_factory=set)
     effort: int = EFFORT
 
-    def best(self) -> Draft:
+    def best(self) -> Arranged:
+        """The fastest layout that was found, no slower than what a baseline would decide."""
+        candidates = [self.space.arranged(self._found())]
+        # Baselines know nothing of activations that leave.
+        for rival in () if self.space.facts.departures else rivals(self._arranger):
+            stays = _placed(self.space.facts, rival.layout)  # moved as early as the area allows
+            if stays is not None:
+                candidates.append(replace(rival, stays=stays))
+            candidates.append(rival)
+        return min(candidates, key=lambda one: one.step_s)
+
+    @property
+    def _arranger(self) -> Arranger:
+        space = self.space
+        return Arranger(
+            facts=space.facts,
+            machine=space.machine,
+            limits=space.limits,
+            pins=space.pins,
+            group=space.group,
+            micro_batches=space.micro_batches,
+        )
+
+    def _found(self) -> Draft:
         assert self.space.least is not None
         self._try(self.space.least[1])
         for stage in self._stages():
@@ -202,14 +242,18 @@ class _Search:
         return self._proved or self.effort <= 0
 
     @cached_property
-    def _relaxed(self) -> Relaxed:
-        space = self.space
-        return relax(space.facts, space.machine, space.limits, space.group, space.micro_batches)
+    def _update_s(self) -> float:
+        return update_compute_s(self.space.facts, self.space.machine)
+
+    @property
+    def relaxed(self) -> Relaxed:
+        """The relaxation's optimum."""
+        return self.space.bound.relaxed
 
     @property
     def _proved(self) -> bool:
         """Whether nothing can be faster than the best so far."""
-        return bool(self.played) and self.played[0].timing.step_s <= self._relaxed.step_s * (
+        return bool(self.played) and self.played[0].timing.step_s <= self.relaxed.step_s * (
             1 + PROVED
         )
 
@@ -219,7 +263,7 @@ class _Search:
         machine = self.space.machine
         if not machine.updates_on_host:
             return (0.0,)
-        return tuple(sorted({0.0, round(self._relaxed.on_host, 3), 1.0}))
+        return tuple(sorted({0.0, round(self.relaxed.on_host, 3), 1.0}))
 
     def _thrifty(self) -> None:
         """The least memory's own arena, and what is left for the rest: where there is little
@@ -245,7 +289,7 @@ class _Search:
 
     def _guided(self) -> None:
         """What the relaxation keeps at home, and how much of it is updated on the host."""
-        relaxed = self._relaxed
+        relaxed = self.relaxed
         quotas = (
             (Part.PARAMETERS, relaxed.parameters_bytes),
             (Part.GRADIENTS, relaxed.gradients_bytes),
@@ -383,7 +427,7 @@ class _Search:
     def _descend(self, size: int, table: Table, start: _Played) -> None:
         """Go from homes to better ones that differ in one chunk, or where none is, in two."""
         options = [Option(chunk.homes, chunk.update) for chunk in start.draft.layout.chunks]
-        self._keep(size, self.space.completers[size].complete(options))
+        self._keep(size, self.space.completers[size].complete(options, self._worth_s))
         changed = 1
         for _ in range(NEIGHBOURHOODS):
             if self._proved or table.neighbour_count(changed) > FEW:
@@ -405,13 +449,13 @@ class _Search:
                 break
             options = table.chosen(rows[row])
             self.effort -= COMPLETING * len(options)
-            if self._keep(size, completer.complete(options)):
+            if self._keep(size, completer.complete(options, self._worth_s)):
                 best = options
         return best
 
     def _keep(self, size: int, completed: Completed | None) -> bool:
         """Keep a layout if it is better than all played so far; whether it is."""
-        if completed is None or completed.step_s >= self.played[0].timing.step_s * (1 - SLACK):
+        if completed is None or completed.step_s >= self._worth_s:
             return False
         layout, player = completed.layout, self.space.players[size]
         draft = Draft(
@@ -422,6 +466,11 @@ class _Search:
         )
         self._add(_Played(draft=draft, timing=player.play(layout, completed.stays)))
         return True
+
+    @property
+    def _worth_s(self) -> float:
+        """A step of fewer seconds is better than all played so far."""
+        return self.played[0].timing.step_s * (1 - SLACK)
 
     def _add(self, played: _Played) -> None:
         self.played.append(played)
@@ -475,7 +524,7 @@ class _Search:
                 stores += moving - gradient
                 gradients += gradient
         update_s = pair_s(machine, Tier.DEVICE, far, loads, stores)
-        update_s = max(update_s, update_compute_s(self.space.facts, machine))
+        update_s = max(update_s, self._update_s)
         copy_s = 2 * gradients / machine.stream_bytes_per_s
         compute_s = self.space.micro_batches * player.starts[-1]
         return compute_s + copy_s + update_s > self.played[0].timing.step_s

@@ -85,6 +85,12 @@ class Task:
         return float(self.group.ranks == 1)
 
     @property
+    def disk_bytes(self) -> int:
+        """Room on the disk; none where it cannot be reached."""
+        near = Tier.DEVICE if self.machine.unified else Tier.HOST
+        return self.limits.disk if linked(self.machine, near, Tier.DISK) else 0
+
+    @property
     def apart(self) -> int:
         """Ranks that must send each other what they do not have."""
         return 1 if self.group.shared else self.group.ranks

@@ -28,6 +28,7 @@ from elixir_fx.plan import (
     Schedule,
     align,
 )
+from elixir_fx.planner.bound import Bound
 from elixir_fx.planner.draft import Choice, Draft, Drafter, spread_arenas
 from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.forecast import Player, forecast
@@ -35,6 +36,19 @@ from elixir_fx.planner.pack import away_tiers, chunk_sizes, pack, pinned_tiers
 from elixir_fx.planner.place import Stay
 from elixir_fx.planner.polish import Completer, Table
 from elixir_fx.units import round_up, sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """A layout that keeps the limits, the stays of its gathered chunks, and what plays it."""
+
+    player: Player
+    layout: Layout
+    stays: tuple[Stay, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        return self.player.play(self.layout, self.stays).step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +67,17 @@ class Space:
         return pinned_tiers(self.facts, self.machine, self.limits, self.pins)
 
     @cached_property
+    def bound(self) -> Bound:
+        """What no layout can beat."""
+        return Bound(
+            facts=self.facts,
+            machine=self.machine,
+            limits=self.limits,
+            group=self.group,
+            micro_batches=self.micro_batches,
+        )
+
+    @cached_property
     def chunk_sizes(self) -> tuple[int, ...]:
         return chunk_sizes(self.facts)
 
@@ -60,9 +85,10 @@ class Space:
     def players(self) -> dict[int, Player]:
         """One packing of the parameters for each chunk size."""
         found = {}
+        empty = Footprint(self.facts, (), self.group)
         for size in self.chunk_sizes:
             chunks = pack(self.facts, size, self.tiers_by_path, self.group)
-            footprint = Footprint(self.facts, chunks, self.group)
+            footprint = empty.repacked(chunks)
             found[size] = Player.of(self.facts, self.machine, footprint, self.micro_batches)
         return found
 
@@ -109,7 +135,7 @@ class Space:
     def _whole(self) -> Player:
         return self.players[self.chunk_sizes[-1]]
 
-    def keep_all(self) -> Draft | None:
+    def keep_all(self) -> Arranged | None:
         """The layout that moves nothing, if it fits."""
         if self.kept_peak is None or self.kept_peak > self.limits.device:
             return None
@@ -123,8 +149,12 @@ class Space:
             host_bytes=0,
             disk_bytes=0,
         )
-        choice = Choice(chunk_bytes=self.chunk_sizes[-1], arena_bytes=0)
-        return Draft(choice=choice, layout=layout, stays=(), need_bytes=self.kept_peak)
+        return Arranged(player=self._whole, layout=layout, stays=())
+
+    def arranged(self, draft: Draft) -> Arranged:
+        """What a draft of this space says."""
+        player = self.players[draft.choice.chunk_bytes]
+        return Arranged(player=player, layout=draft.layout, stays=draft.stays)
 
     def arenas(self, chunk_bytes: int) -> tuple[int, ...]:
         """Arena sizes to try with a chunk size."""
@@ -182,25 +212,26 @@ class Space:
             raise PlanError("the pinned homes do not fit their tiers: give host or disk more room")
         return min(needs)
 
-    def plan(self, draft: Draft) -> Plan:
-        player = self.players[draft.choice.chunk_bytes]
-        made = make_schedule(player, self.limits, draft.layout, draft.stays)
+    def plan(self, arranged: Arranged) -> Plan:
+        """The plan of a layout of this step, with what it keeps at home."""
+        layout, stays = arranged.layout, arranged.stays
+        made = make_schedule(arranged.player, self.bound, layout, stays)
         return Plan(
             machine=self.machine.name,
             limits=self.limits,
-            layout=draft.layout,
+            layout=layout,
             schedules=(made,),
-            notes=self._notes(draft),
+            notes=self._notes(arranged),
         )
 
-    def _notes(self, draft: Draft) -> tuple[str, ...]:
-        if draft.layout.keeps_all:
+    def _notes(self, arranged: Arranged) -> tuple[str, ...]:
+        if arranged.layout.keeps_all:
             return ("everything stays on the device",)
         notes = []
         for part in Part:
             whole = kept = 0
-            footprint = self.players[draft.choice.chunk_bytes].footprint
-            for chunk, size in zip(draft.layout.chunks, footprint.sizes, strict=True):
+            sizes_of = arranged.player.footprint.sizes
+            for chunk, size in zip(arranged.layout.chunks, sizes_of, strict=True):
                 total = size.ordinary[part]
                 kept += total if home(chunk.homes, part) == Tier.DEVICE else 0
                 whole += total
@@ -233,7 +264,7 @@ class Space:
 
 
 def make_schedule(
-    player: Player, limits: Limits, layout: Layout, stays: tuple[Stay, ...]
+    player: Player, bound: Bound, layout: Layout, stays: tuple[Stay, ...]
 ) -> Schedule:
     """The schedule of these stays, in the names of the graph's nodes, with its forecast."""
     facts = player.facts
@@ -260,7 +291,7 @@ def make_schedule(
         reduces=()
         if layout.keeps_all
         else tuple(Reduce(chunk=chunk, after=facts.nodes[after]) for chunk, after in reduces),
-        forecast=forecast(player, layout, stays, limits),
+        forecast=forecast(player, layout, stays, bound),
         offloads=tuple(_offload(facts, stay) for stay in saved),
     )
 

@@ -49,7 +49,8 @@ class Parts:
 
     def items(self) -> list[Item]:
         """The parts away, in order."""
-        return [(int(chunk), PARTS[column]) for chunk, column in np.argwhere(self.away)]
+        chunks, columns = np.nonzero(self.away)
+        return [(c, PARTS[p]) for c, p in zip(chunks.tolist(), columns.tolist(), strict=True)]
 
     def hosted_ids(self) -> set[int]:
         return {int(chunk) for chunk in np.flatnonzero(self.hosted)}

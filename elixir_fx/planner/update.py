@@ -13,11 +13,12 @@ The phase ends with the last write.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from elixir_fx.machine import Machine, Tier
+from elixir_fx.machine import Link, Machine, Tier
 from elixir_fx.plan import Chunk, Layout, merged
+from elixir_fx.planner.bound import pair_s
 from elixir_fx.planner.footprint import Footprint, Part, home
 from elixir_fx.planner.wires import Wires, route
 
@@ -37,6 +38,12 @@ class _Unit:
     leaving: list[int] | None = None  # None while it is at work
 
 
+def _alone_s(link: Link, parts: Mapping[Tier, Sequence[int]]) -> float:
+    """Seconds that pieces take over a link, one after the other, with nothing beside them."""
+    pieces = [nbytes for some in parts.values() for nbytes in some]
+    return sum(pieces) / link.bytes_per_s + len(pieces) * link.latency_s
+
+
 class Update:
     """The optimizer's phase of one step of a layout. Played once."""
 
@@ -48,6 +55,29 @@ class Update:
         self._head = 0
         self._taken: deque[_Unit] = deque()
         self.compute_s = 0.0
+
+    def least_s(self) -> float:
+        """Seconds that no ring can beat: of all compute; of all that passes the links of the
+        device; of the streamed units in their order, where one of the three is busy all the time.
+        """
+        units = self._in_order()
+        compute_s = sum(unit.seconds for unit in units)
+        streamed = [unit for unit in units if unit.nbytes]
+        if not streamed:
+            return compute_s
+        far = Tier.DISK if self._machine.unified else Tier.HOST
+        into, back = self._machine.link(far, Tier.DEVICE), self._machine.link(Tier.DEVICE, far)
+        loads_s = [_alone_s(into, unit.loads) for unit in streamed]
+        stores_s = [_alone_s(back, unit.stores) for unit in streamed]
+        works_s = [unit.seconds for unit in streamed]
+        reads, writes = sum(loads_s) * into.bytes_per_s, sum(stores_s) * back.bytes_per_s
+        return max(
+            compute_s,
+            pair_s(self._machine, Tier.DEVICE, far, int(reads), int(writes)),
+            sum(loads_s) + works_s[-1] + stores_s[-1],
+            loads_s[0] + sum(works_s) + stores_s[-1],
+            loads_s[0] + works_s[0] + sum(stores_s),
+        )
 
     def play(self, writes: Iterable[int]) -> None:
         """Pass the time that it takes; `writes` are the events of gradients reaching home."""

@@ -76,6 +76,8 @@ class Wires:
         for (source, target), stream in self._streams.items():
             stream.partner = self._streams.get((target, source), stream)
         self._all = tuple(self._streams.values())
+        self._busy: list[tuple[_Stream, float]] = []  # at work, with their rates
+        self._speed = 1.0  # of the compute device, beside them
 
     def event(self) -> int:
         """A new event, not yet set."""
@@ -102,25 +104,23 @@ class Wires:
     def compute(self, work_s: float) -> None:
         """Pass the time in which `work_s` seconds of computation get done."""
         while work_s > 0:
-            busy, next_s = self._busy()
-            if not busy:
+            if not self._busy:
                 self.now += work_s
                 return
-            speed = max(SLOWEST, 1.0 - sum(stream.share for stream, _ in busy))
-            need_s = work_s / speed
+            next_s = self._next_s()
+            need_s = work_s / self._speed
             if need_s < next_s:
-                self._pass(busy, need_s)
+                self._pass(need_s)
                 return
-            self._pass(busy, next_s)
-            work_s -= next_s * speed
+            work_s -= next_s * self._speed
+            self._pass(next_s)
 
     def wait(self, event: int) -> float:
         """Pass time until `event` is set; the seconds that took."""
         begin = self.now
         while not self._done[event]:
-            busy, next_s = self._busy()
-            assert busy, "waiting for an event that no transfer sets"
-            self._pass(busy, next_s)
+            assert self._busy, "waiting for an event that no transfer sets"
+            self._pass(self._next_s())
         return self.now - begin
 
     def _enqueue(self, transfer: _Transfer) -> None:
@@ -129,31 +129,42 @@ class Wires:
         transfer.left = nbytes + transfer.parts * stream.latency_s * stream.alone
         stream.moved += nbytes
         stream.queue.append(transfer)
+        if len(stream.queue) == 1:
+            self._change()
 
-    def _busy(self) -> tuple[list[tuple[_Stream, float]], float]:
-        """The streams at work with their rates, and the seconds until one is through."""
-        busy = []
-        next_s = NEVER
+    def _change(self) -> None:
+        """Note that a stream has begun to work, or ended."""
+        self._busy = []
+        taken = 0.0
         for stream in self._all:
-            if not stream.queue:
-                continue
-            shared = stream.partner is not stream and stream.partner.queue
-            rate = stream.both if shared else stream.alone
-            busy.append((stream, rate))
+            if stream.queue:
+                shared = stream.partner is not stream and stream.partner.queue
+                self._busy.append((stream, stream.both if shared else stream.alone))
+                taken += stream.share
+        self._speed = max(SLOWEST, 1.0 - taken)
+
+    def _next_s(self) -> float:
+        """The seconds until one of the streams is through with a transfer."""
+        next_s = NEVER
+        for stream, rate in self._busy:
             left_s = stream.queue[0].left / rate
             if left_s < next_s:
                 next_s = left_s
-        return busy, next_s
+        return next_s
 
-    def _pass(self, busy: Sequence[tuple[_Stream, float]], seconds: float) -> None:
+    def _pass(self, seconds: float) -> None:
         self.now += seconds
-        for stream, rate in busy:
+        changed = False
+        for stream, rate in self._busy:
             head = stream.queue[0]
             head.left -= rate * seconds
             if head.left <= 1e-3:  # bytes: rounding, not data
                 stream.queue.popleft()
+                changed = changed or not stream.queue
                 head.stage += 1
                 if head.stage < len(head.route):
                     self._enqueue(head)
                 else:
                     self._done[head.event] = True
+        if changed:
+            self._change()

@@ -61,7 +61,8 @@ class Offloads:
         region = None if flat is None else self._take(flat.nbytes)
         if flat is None or region is None:
             # Another tensor over its memory: so the recycler sees that somebody holds it.
-            return torch.ops.aten.alias.default(value)
+            kept: Tensor = torch.ops.aten.alias.default(value)
+            return kept
         number, self._next = self._next, self._next + 1
         with uncounted():
             handle = torch.tensor(number)
