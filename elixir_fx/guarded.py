@@ -97,6 +97,7 @@ class GuardedSession(Session):
         if team is not None:
             group = team.group
             self.lowering.share_plan = team.share_plan
+            self.lowering.company = team.group.ranks
         elif planned_ranks > 1:
             self.machine, group = planned_group(self.machine, planned_ranks)
             self.lowering.machine = self.machine

@@ -46,11 +46,12 @@ MEASURE_S = 8.0  # at most, for the operators of one graph that nobody timed yet
 
 MakePlan = Callable[[Facts, Machine, Limits, Mapping[str, Tier]], Plan]
 
-# How ranks come to one plan: given the step and a planner that leaves some bytes alone.
-SharePlan = Callable[[StepGraph, Callable[[int], Plan]], Plan]
+# How ranks come to one plan: given the step, a planner that leaves some bytes alone, and what the
+# ranks that do not plan do meanwhile.
+SharePlan = Callable[[StepGraph, Callable[[int], Plan], Callable[[], object]], Plan]
 
 
-def own_plan(step: StepGraph, plan: Callable[[int], Plan]) -> Plan:
+def own_plan(step: StepGraph, plan: Callable[[int], Plan], beside: Callable[[], object]) -> Plan:
     """The plan of one rank."""
     return plan(0)
 
@@ -95,6 +96,7 @@ class Lowering:
     make_plan: MakePlan | None = None
     share_plan: SharePlan = own_plan
     group: Group = ONE_RANK
+    company: int = 1  # ranks that compute here while this one does
     pinned: Mapping[str, Tier] = field(default_factory=dict)  # beside what the user fixed
     held_bytes: Callable[[], int] = lambda: 0  # activations of other graphs, at this moment
     sparse: set[str] = field(default_factory=set)  # parameters whose gradients are sparse
@@ -134,7 +136,9 @@ class Lowering:
         annotate(step, self.machine, self.options.passes)
         if self.plan is None:
             plan = self.share_plan(
-                step, lambda room: self.options.plan or self.first_plan(step, room)
+                step,
+                lambda room: self.options.plan or self.first_plan(step, room),
+                lambda: self.options.plan or self.timed(step, kept=True),
             )
             _check_group(plan.layout.group, self.group)
             self.plan = plan
@@ -223,6 +227,11 @@ class Lowering:
         pins = {path: Tier(tier) for path, tier in step.pinned.items()}
         limits = replace(self.limits, device=max(0, self.limits.device - spare_bytes))
         self.progress("planning")
+        if self.company > 1:  # all of them time operators now, at once
+            with real_mode():
+                self.machine = self.timed(step, kept=True)
+            annotate(step, self.machine, self.options.passes)
+            return self._plan(step, limits, pins)
         plan = self._plan(step, limits, pins)
         if plan.layout.keeps_all and not self.times_all:
             return plan
@@ -256,10 +265,13 @@ class Lowering:
     def timed(self, step: StepGraph, kept: bool) -> Machine:
         """The machine with seconds of the step's operators and of the optimizer's updates, from
         the user's cache or measured now; as it is where it is not here. `kept`: the C heap keeps
-        what is freed, as it will in the run, so that fresh results take no page faults."""
+        what is freed, as it will in the run, so that fresh results take no page faults. Several
+        ranks time at once, as they will compute: on one host they share its memory."""
         if not self.machine.fingerprint:
             return self.machine
-        cache = OperatorCache(self.machine.fingerprint + ("" if kept else "-bounded"))
+        company = f"-{self.company}-ranks" if self.company > 1 else ""
+        bounded = "" if kept else "-bounded"
+        cache = OperatorCache(self.machine.fingerprint + company + bounded)
         missing = set(step.missing)
         updates = self.updates.specs(step.parameters) if self.updates is not None else {}
         found = cache.known([*missing, *updates])

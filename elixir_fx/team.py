@@ -63,8 +63,11 @@ class Team:
         )
         return replace(machine, links=links)
 
-    def share_plan(self, step: StepGraph, plan: Callable[[int], Plan]) -> Plan:
+    def share_plan(
+        self, step: StepGraph, plan: Callable[[int], Plan], beside: Callable[[], object]
+    ) -> Plan:
         """The first rank's plan, which leaves room for the rank with the largest activations.
+        While it plans, the others do what they have `beside`.
 
         RankError on all ranks if they do not train the same model; PlanError on all if there
         is no plan.
@@ -89,6 +92,8 @@ class Team:
                 except PlanError as error:
                     told["error"] = str(error)
             with real_mode():
+                if not told:
+                    beside()
                 answer = ranks.from_first(told)
         if "error" in answer:
             raise PlanError(answer["error"])
