@@ -33,6 +33,7 @@ from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import ONE_RANK, Group, Layout, Limits, Plan, Schedule
 from elixir_fx.planner.bound import (
     PROVED,
+    MovedBytes,
     least_bytes,
     pair_s,
     simple_bound_s,
@@ -570,6 +571,15 @@ class Account:
         unread = self.activations.unread
         return [(unread(f.names)[0], unread(f.halves[0])[0]) for f in self._families]
 
+    @cached_property
+    def _all_moves(self) -> tuple[MovedBytes, MovedBytes]:
+        """What step and update would move on a device without memory."""
+        return least_bytes(self.activations.facts, 0)
+
+    @cached_property
+    def _update_s(self) -> float:
+        return update_compute_s(self.activations.facts, self.machine)
+
     def _step_s(self, compute_s: float, peak: int, away: int) -> float:
         """Seconds of a step with so much compute in a graph, live bytes at its peak and bytes of
         activations that leave."""
@@ -578,8 +588,7 @@ class Account:
         if room < 0:
             return math.inf
         ranks = self.group.ranks
-        step, update = least_bytes(facts, room * ranks)
-        step, update = step.share(ranks), update.share(ranks)
+        step, update = (moved.beyond(room * ranks).share(ranks) for moved in self._all_moves)
         far = Tier.DISK if machine.unified else Tier.HOST
         into, out = machine.find_link(far, Tier.DEVICE), machine.find_link(Tier.DEVICE, far)
         if into is None or out is None:
@@ -592,7 +601,7 @@ class Account:
         )
         graph_s = batches * (compute_s + 2 * away / machine.stream_bytes_per_s) + lost_s
         update_s = max(
-            update_compute_s(facts, machine) / ranks,
+            self._update_s / ranks,
             pair_s(machine, Tier.DEVICE, far, update.reads, update.writes),
         )
         return max(pair_s(machine, Tier.DEVICE, far, reads, writes), graph_s + update_s)

@@ -58,12 +58,18 @@ PROVED = 1e-4  # a plan this close to a bound needs no better one
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
+class MovedBytes:
+    """What must cross a pair of links, in either direction."""
+
     reads: int
     writes: int
 
-    def share(self, ranks: int) -> "_Bytes":
-        return _Bytes(self.reads // ranks, self.writes // ranks)
+    def beyond(self, budget: int) -> "MovedBytes":
+        """What is left where memory holds `budget` of it."""
+        return MovedBytes(max(0, self.reads - budget), max(0, self.writes - budget))
+
+    def share(self, ranks: int) -> "MovedBytes":
+        return MovedBytes(self.reads // ranks, self.writes // ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +171,7 @@ def _pairs(machine: Machine, device: int, host: int) -> list[tuple[Tier, Tier, i
     return [(Tier.DEVICE, Tier.HOST, device), disk]
 
 
-def least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
+def least_bytes(facts: Facts, budget: int) -> tuple[MovedBytes, MovedBytes]:
     """What the step, and the update alone, must move past `budget` bytes of memory."""
     optimizer = facts.optimizer
     trained = changed = other = 0
@@ -176,9 +182,9 @@ def least_bytes(facts: Facts, budget: int) -> tuple[_Bytes, _Bytes]:
             trained += 2 * parameter.nbytes + parameter.span * each
         elif parameter.reads:
             other += parameter.nbytes
-    step = _Bytes(max(0, trained + other - budget), max(0, trained - budget))
-    update = _Bytes(max(0, trained - budget), max(0, changed - budget))
-    return step, update
+    step = MovedBytes(trained + other, trained)
+    update = MovedBytes(trained, changed)
+    return step.beyond(budget), update.beyond(budget)
 
 
 def pair_s(machine: Machine, near: Tier, far: Tier, reads: int, writes: int) -> float:
