@@ -28,7 +28,7 @@ from elixir_fx.machine import Tier
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.planner import search, smallest
 from elixir_fx.planner import search as whole_search
-from elixir_fx.planner.activations import Activations, Decision
+from elixir_fx.planner.decisions import Activations, Decision
 from elixir_fx.planner.repeated import BlockedError, Walk
 from elixir_fx.planner.search import search as settled
 from elixir_fx.planner.search import smallest as least_settled

@@ -9,6 +9,8 @@ bound     what no plan can beat                     seconds
 draft     a whole layout from one choice            layout, stays
 search    the best choice                           plan
 repeated  a step that computes activations again    facts
+decisions what may become of activations            facts
+estimate  which decisions promise most              decisions
 activations what is kept, with everything else      plan
 arrivals  regions that come one at a time           plan
 shapes    facts at other sizes of the inputs        facts, demand
@@ -21,8 +23,9 @@ relaxation what no plan can beat, by bytes and time seconds
 explanation  what a plan's memory buys              plan
 """
 
-from elixir_fx.planner.activations import decided, schedule, search, smallest
+from elixir_fx.planner.activations import schedule, search, smallest
 from elixir_fx.planner.check import check_plan
+from elixir_fx.planner.decisions import decided
 from elixir_fx.planner.explanation import explained
 from elixir_fx.planner.footprint import live_peak_bytes
 from elixir_fx.planner.shapes import Formulas, Values, at, demand

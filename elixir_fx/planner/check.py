@@ -22,7 +22,7 @@ from elixir_fx.errors import PlanError
 from elixir_fx.facts import Facts
 from elixir_fx.machine import HOMES, Tier
 from elixir_fx.plan import Chunk, Gather, Layout, Limits, Plan, Schedule
-from elixir_fx.planner.activations import decided
+from elixir_fx.planner.decisions import decided
 from elixir_fx.planner.footprint import ChunkBytes, Footprint, Part, home
 from elixir_fx.planner.place import uses
 from elixir_fx.units import sizes

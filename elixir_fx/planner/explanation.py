@@ -27,7 +27,8 @@ from elixir_fx.explained import Account, WhatIf, Why, Worth
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
 from elixir_fx.plan import SAVED, Group, Homes, Layout, Limits, Plan, align
-from elixir_fx.planner.activations import decided, search
+from elixir_fx.planner.activations import search
+from elixir_fx.planner.decisions import decided
 from elixir_fx.planner.draft import Choice, Drafter
 from elixir_fx.planner.footprint import Footprint, Part, away, home
 from elixir_fx.planner.forecast import Player
