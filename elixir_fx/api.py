@@ -63,8 +63,9 @@ def compile(
             with their names, by parameter of forward or in the order of a tuple:
             {"input_ids": {0: "batch", 1: "sequence"}}. One name is one size. `plan.largest`
             answers how large each may get.
-        respect_checkpointing: begin with what the model's own torch.utils.checkpoint computes
-            again, and keep of it what fits; False plans as if there were none.
+        respect_checkpointing: with kernels="eager" begin with what the model's own
+            torch.utils.checkpoint computes again, and keep of it what fits; compiled kernels
+            compute it again. False plans as if there were none.
         passes: a pipeline, such as PIPELINE.after("prefetch", mine).
         dump: a folder that gets every stage of the graph as readable Python.
         kernels: "inductor" compiles the operations between our nodes, equal runs of them once;

@@ -92,7 +92,9 @@ class GuardedSession(Session):
         """`team`: the ranks that this one trains with; `planned_ranks`: how many to plan for,
         without them."""
         super().__init__(model, optimizer, options, files, team)
-        self.checkpoint_hints = options.respect_checkpointing
+        # A compiler's tracing computes again by itself what the model checkpoints.
+        respected = None if self.tracing.compiled else True
+        self.checkpoint_hints = respected if options.respect_checkpointing else False
         group: Group | None = None
         if team is not None:
             group = team.group

@@ -70,12 +70,17 @@ def order_phases(module: fx.GraphModule, *, trains: bool) -> None:
 
 def take_checkpoints(joint: fx.GraphModule, *, hints: bool) -> None:
     """Nodes within a torch.utils.checkpoint of the model's are ordinary ones from now on, which may
-    be kept; with `hints` they are marked as ones that the model wants computed again."""
+    be kept; with `hints` they are marked as ones that the model wants computed again, but for what
+    one checkpoint takes from another."""
     again = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+    inside = {
+        n: n.meta.get("ac_graph_id") for n in joint.graph.nodes if n.meta.get("recompute") in again
+    }
     for node in joint.graph.nodes:
-        policy = node.meta.pop("recompute", None)
-        if hints and policy in again:
-            node.meta[CHECKPOINTED] = True
+        node.meta.pop("recompute", None)
+        if hints and node in inside:
+            regions = {inside[user] for user in node.users if user in inside}
+            node.meta[CHECKPOINTED] = regions <= {inside[node]}
 
 
 def rejoin(

@@ -36,6 +36,7 @@ from elixir_fx.planner.search import smallest as settled_smallest
 
 GUESSES = 4  # decisions that are looked at closely,
 FINALISTS = 2  # and of these searched
+GAIN = 2e-3  # over keeping all that must be promised
 
 
 def search(
@@ -198,4 +199,6 @@ class _Choosing:
         )
         guesses = [self.activations.hinted, *estimate.guesses()[:GUESSES]]
         exact = {d: estimate.exact_s(d) for d in guesses if d != KEEP_ALL}
-        return sorted((d for d in exact if exact[d] < math.inf), key=lambda d: (exact[d], d.order))
+        worth = estimate.exact_s(KEEP_ALL) * (1 - GAIN)
+        found = (d for d in exact if exact[d] < min(worth, math.inf))
+        return sorted(found, key=lambda d: (exact[d], d.order))

@@ -107,7 +107,7 @@ def families(step: Step) -> tuple[Family, ...]:
     for members in alike.values():
         if sum(s.nbytes for s in members) < least:
             continue
-        prices = {storage.name: _again_s(step, storage) for storage in members}
+        prices = {s.name: step.again_s(step.position[s.name]) for s in members}
         can = {name: price for name, price in prices.items() if price < math.inf}
         found.append(
             Family(
@@ -121,13 +121,6 @@ def families(step: Step) -> tuple[Family, ...]:
 
 def _numberless(name: str) -> str:
     return re.sub(r"_?\d+", "", name)
-
-
-def _again_s(step: Step, storage: Storage) -> float:
-    try:
-        return Walk(step, [storage.name]).repeated_s
-    except BlockedError:
-        return math.inf
 
 
 @dataclass

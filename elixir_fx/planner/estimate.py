@@ -25,6 +25,7 @@ from elixir_fx.planner.decisions import KEEP_ALL, Activations, Decision, Family
 from elixir_fx.planner.footprint import live_bytes, live_peak_bytes
 from elixir_fx.planner.pack import away_tiers
 
+STARTS = 4  # that drop a part of the families
 SWEEPS = 3  # over all families, from one start
 SLACK = 1e-6  # a gain that is none
 
@@ -68,7 +69,8 @@ class Estimate:
         several starts."""
         count = len(self._families)
         starts = [(Ways.KEEP,) * count, (Ways.DROP,) * count]
-        starts += [(Ways.DROP,) * n + (Ways.KEEP,) * (count - n) for n in range(1, count)]
+        rungs = {count * part // STARTS for part in range(1, STARTS)} - {0, count}
+        starts += [(Ways.DROP,) * n + (Ways.KEEP,) * (count - n) for n in sorted(rungs)]
         if self._may_leave:
             starts.append((Ways.AWAY,) * count)
         found = {ways: self._guess_s(ways) for ways in map(self._descend, starts)}

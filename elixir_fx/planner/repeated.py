@@ -95,6 +95,28 @@ class Step:
         """Operators with several results."""
         return frozenset((*self.picks, *self.unpicked))
 
+    def again_s(self, root: int) -> float:
+        """Seconds of computing a storage again where nothing else is dropped; infinite where that
+        cannot be."""
+        flow, seen, stack, seconds = self.facts.flow, {root}, [root], 0.0
+        if root in self.changed:
+            return float("inf")
+        while stack:
+            node = stack.pop()
+            if not flow[node].repeats:
+                storage = self.storage.get(flow[node].root)
+                held = storage is not None and storage.role in COUNTED and node != root
+                if not held:
+                    return float("inf")
+                continue
+            seconds += self.facts.costs[node].seconds
+            for source in flow[node].sources:
+                dropped = flow[source].root == root
+                if source not in seen and (dropped or not self.at_hand(source)):
+                    seen.add(source)
+                    stack.append(source)
+        return seconds
+
     def at_hand(self, node: int) -> bool:
         """Whether the backward finds the memory of a forward value, if nothing is dropped."""
         root = self.facts.flow[node].root
