@@ -8,6 +8,8 @@ import pytest
 
 # Read when torch is first imported: threads that wait leave the cores to the other test processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# A capture collects what it has left behind; thousands of small ones leave that to Python.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 
 import torch
 import torch._dynamo

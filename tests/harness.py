@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from elixir_fx import planner
 from elixir_fx.config import read_options
+from elixir_fx.facts import Facts
 from elixir_fx.guarded import GuardedSession
 from elixir_fx.plan import Limits, Plan
 from elixir_fx.units import GIB
@@ -225,6 +226,19 @@ def threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def planning(
+    model: nn.Module, optimizer: torch.optim.Optimizer | str, **options: Any
+) -> GuardedSession:
+    """A session that will run nothing."""
+    return GuardedSession(model, optimizer, read_options({"kernels": "eager", **options}))
+
+
+def step_facts(session: GuardedSession, batch: Batch) -> Facts:
+    """The facts of its model's training step."""
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    return session.facts_only(args, kwargs)
+
+
 def needs(
     model: nn.Module,
     batch: Batch,
@@ -233,9 +247,8 @@ def needs(
     **options: Any,
 ) -> tuple[int, int]:
     """The smallest device budget that works, and what the step takes where all stays."""
-    session = GuardedSession(model, optimizer, read_options({"kernels": "eager", **options}))
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
-    facts = session.facts_only(args, kwargs)
+    session = planning(model, optimizer, **options)
+    facts = step_facts(session, batch)
     tiers = session.lowering.limits
     smallest = planner.smallest(facts, session.machine, tiers)
     whole = planner.search(facts, session.machine, Limits(device=64 * GIB))

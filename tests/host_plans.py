@@ -1,14 +1,17 @@
 """Plans made by hand in which some chunks are updated on the host.
 
-options = updated_on_host(facts, every)      # compile()'s, on the emulated accelerator
-pair = Pair(build, batches, options)
+options = options_for(GPT, every)      # compile()'s, on the emulated accelerator
+pair = Pair(GPT.build, GPT.batches(3), options)
 """
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from made_plans import device_bytes, everything_away
+from graphs import Named, gpt
+from harness import MakeOptimizer, adamw
+from made_plans import device_bytes, everything_away, facts_of
 
 from elixir_fx.facts import Facts
 from elixir_fx.machine import Machine, Tier
@@ -16,6 +19,8 @@ from elixir_fx.plan import Chunk, Homes, Limits, Plan
 from elixir_fx.testing import emulated
 from elixir_fx.units import GIB
 
+GPT = gpt(layers=2, width=128, seq=16)
+SLOW = emulated(bytes_per_s=2e8, latency_s=1e-3)
 Choice = Callable[[Chunk], bool]
 AT_HOME_ON_HOST = Homes(parameters=Tier.HOST, gradients=Tier.HOST, states=Tier.HOST)
 
@@ -58,3 +63,17 @@ def updated_on_host(
     memory = device_bytes(facts, plan.layout)
     plan = replace(plan, limits=replace(limits, device=memory))
     return {"memory": memory, "plan": plan, "machine": machine, "host_memory": GIB}
+
+
+@cache
+def captured(example: Named, make_optimizer: MakeOptimizer) -> Facts:
+    model = example.build()
+    optimizer = make_optimizer(list(model.parameters()))
+    return facts_of(model, example.batches(1)[0], optimizer, machine=emulated())
+
+
+def options_for(
+    example: Named, chosen: Choice, make_optimizer: MakeOptimizer = adamw, **options: Any
+) -> dict[str, Any]:
+    """`updated_on_host` for an example and its optimizer."""
+    return updated_on_host(captured(example, make_optimizer), chosen, **options)

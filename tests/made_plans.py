@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graphs_facts import cpu
-from harness import Batch
+from harness import Batch, planning, step_facts
+from pairs import MACHINE
 from torch import nn
 
-from elixir_fx.config import read_options
 from elixir_fx.facts import Facts
-from elixir_fx.guarded import GuardedSession
 from elixir_fx.machine import Machine
 from elixir_fx.plan import ONE_RANK, Layout, Limits, Plan, align
 from elixir_fx.planner.arranged import Arranger
@@ -32,9 +30,8 @@ def facts_of(
     **options: Any,
 ) -> Facts:
     """The facts of the model's training step."""
-    session = GuardedSession(model, optimizer, read_options({"kernels": "eager", **options}))
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
-    return session.facts_only(args, kwargs)
+    options = {"machine": MACHINE, **options}
+    return step_facts(planning(model, optimizer, **options), batch)
 
 
 def everything_away(
@@ -51,15 +48,21 @@ def everything_away(
         largest = max(align(use.nbytes) for use in needed)
         return place(needed, core_bytes(needed) + largest, arranger.first_call)
 
-    plan = arranger.plan("everything away", chunks, stays, ring=ring)
+    arranged = arranger.arrange("everything away", chunks, stays, ring=ring)
+    plan = arranger.plan("everything away", arranged)
     return replace(plan, limits=replace(limits, device=device_bytes(facts, plan.layout)))
 
 
-def on_disk(facts: Facts, folder: Path | str) -> dict[str, Any]:
-    """compile()'s options on a CPU for everything away on a disk, under a budget that this just
-    meets."""
-    plan = everything_away(facts, cpu(), Limits(device=GIB, disk=GIB))
-    return {"plan": plan, "memory": plan.limits.device, "disk": folder}
+def on_disk(
+    facts: Facts, folder: Path | str, *, room: float = 0.0, chunk_bytes: int = 1
+) -> dict[str, Any]:
+    """compile()'s options on a CPU for everything away on a disk, under a budget that is larger
+    than it takes by a share of `room`."""
+    tiers = Limits(device=GIB, disk=GIB)
+    plan = everything_away(facts, MACHINE, tiers, chunk_bytes=chunk_bytes)
+    memory = int((1 + room) * plan.limits.device)
+    plan = replace(plan, limits=replace(plan.limits, device=memory))
+    return {"plan": plan, "memory": memory, "disk": str(folder), "machine": MACHINE}
 
 
 def device_bytes(facts: Facts, layout: Layout) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import exact
 import torch
 from graphs import seeded
+from graphs_facts import cpu
 from harness import Batch, MakeOptimizer, adamw, call, difference, loss_of
 from torch import Tensor, nn
 
@@ -24,12 +25,14 @@ from elixir_fx.units import GIB
 
 Build = Callable[[], nn.Module]
 Entry = Literal["compile", "backend"]
-SPARE = {"memory": "1GiB"}
+MACHINE = cpu()  # as it might be measured: nothing of it is in question here
+SPARE: Mapping[str, Any] = {"memory": "1GiB", "machine": MACHINE}
 
 
 def memory_needed(model: nn.Module, batch: Batch, optimizer: Any = "adamw", **options: Any) -> int:
     """The smallest budget that works with a disk."""
-    return exact.smallest_memory(model, batch, optimizer=optimizer, disk_memory=GIB, **options)
+    options = {"machine": MACHINE, "disk_memory": GIB, **options}
+    return exact.smallest_memory(model, batch, optimizer=optimizer, **options)
 
 
 def tight(
@@ -37,7 +40,7 @@ def tight(
 ) -> dict[str, Any]:
     """compile()'s options for the smallest budget, with a disk."""
     memory = memory_needed(seeded(0, build), batch, optimizer, **options)
-    return {"memory": memory, "disk": str(folder), **options}
+    return {"memory": memory, "disk": str(folder), "machine": MACHINE, **options}
 
 
 def is_away(parameter: Any) -> bool:

@@ -1,6 +1,7 @@
 """Plans for regions that come one at a time: what leaves at first, what comes home in the end."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from graphs_facts import SGD, Builder, accelerator, cpu, gpt
@@ -42,6 +43,11 @@ def arrived(machine: Machine, share: float, facts: Facts = STEP) -> Plan:
     return first(facts, machine, tiers(machine, device), pins)
 
 
+@cache
+def step_arrived(name: str, share: float) -> Plan:
+    return arrived(MACHINES[name], share)
+
+
 def part(facts: Facts, keep: int) -> Facts:
     """The facts of a region that reads only the first `keep` parameters of the model."""
 
@@ -68,7 +74,7 @@ def test_everything_fits(name: str) -> None:
 def test_gradients_and_states_leave(name: str, share: float) -> None:
     """All of them, whatever the search had kept: activations are still to come."""
     machine = MACHINES[name]
-    plan = arrived(machine, share)
+    plan = step_arrived(name, share)
     layout = plan.layout
     assert not layout.keeps_all
     assert layout.mapped is machine.unified
@@ -89,7 +95,7 @@ def test_gradients_and_states_leave(name: str, share: float) -> None:
 @pytest.mark.parametrize("name", MACHINES)
 def test_tiers_hold_what_leaves(name: str) -> None:
     """Bytes on host and disk are within the limits and enough for the chunks at home there."""
-    plan = arrived(MACHINES[name], 0.3)
+    plan = step_arrived(name, 0.3)
     layout = plan.layout
     for tier, nbytes in ((Tier.HOST, layout.host_bytes), (Tier.DISK, layout.disk_bytes)):
         least = sum(
@@ -104,7 +110,7 @@ def test_tiers_hold_what_leaves(name: str) -> None:
 def test_no_room_away() -> None:
     """A disk that holds nothing more than the search needed: its layout stays."""
     machine = cpu()
-    whole = arrived(machine, 0.3)
+    whole = step_arrived("cpu", 0.3)
     needed = search(STEP, machine, whole.limits).layout.disk_bytes
     plan = first(STEP, machine, replace(whole.limits, disk=needed), {})
     assert plan.layout.disk_bytes <= needed
@@ -147,7 +153,7 @@ def test_to_come_of_a_region_without_parameters() -> None:
 def test_room_is_left() -> None:
     """A region that reads half of the model plans with less than it is given."""
     machine = cpu()
-    whole = arrived(machine, 0.8)
+    whole = step_arrived("cpu", 0.8)
     half = first(part(STEP, 20), machine, whole.limits, {})
     assert half.limits == whole.limits
     assert half.forecast.peak_device_bytes <= whole.limits.device
@@ -170,7 +176,7 @@ def test_nothing_left_to_decide(name: str) -> None:
 def test_states_first(name: str, share: float) -> None:
     """States come home before gradients, as far as the room goes, and no further."""
     machine = MACHINES[name]
-    plan = arrived(machine, share)
+    plan = step_arrived(name, share)
     final = settle(plan, [Region(facts=STEP, held_bytes=0)], machine)
     assert any(note.startswith("final after 1 regions") for note in final.notes)
     for before, after in zip(plan.layout.chunks, final.layout.chunks, strict=True):
@@ -187,7 +193,7 @@ def test_more_room_brings_more_home() -> None:
     machine = cpu()
     home = []
     for held in (0, MIB // 2, 64 * MIB):
-        plan = arrived(machine, 0.6)
+        plan = step_arrived("cpu", 0.6)
         final = settle(plan, [Region(facts=STEP, held_bytes=held)], machine)
         homes = [chunk.homes.states for chunk in final.layout.chunks]
         home.append(homes.count(Tier.DEVICE))
@@ -221,7 +227,7 @@ def test_an_optimizer_without_states() -> None:
     name=st.sampled_from(sorted(MACHINES)),
     frozen=st.integers(0, 2),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_budgets_are_kept(
     layers: int, width: int, sequence: int, share: float, held: int, name: str, frozen: int
 ) -> None:

@@ -34,7 +34,7 @@ def test_graph_breaks_trains_in_several_regions(tmp_path: Path) -> None:
 
 
 # State: 26 MiB.
-SMALL = ["--layers=2", "--width=256", "--seq=32", "--batch=2", "--steps=4", "--kernels=eager"]
+SMALL = ["--layers=2", "--width=256", "--seq=32", "--batch=2", "--steps=3", "--kernels=eager"]
 
 
 def test_train_gpt_from_meta_under_a_budget(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ import errno
 import gc
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,20 @@ import pytest
 import torch
 from case_models import randn
 from harness import adamw, difference, sgd_momentum
-from pairs import Pair, Side, is_away, memory_needed, tight
+from made_plans import everything_away, facts_of
+from pairs import MACHINE, Pair, Side, is_away, memory_needed, tight
 from torch import Tensor, nn
 
 import elixir_fx
 from elixir_fx import PlanError, TierError
 from elixir_fx.errors import LayoutError
 from elixir_fx.machine import Tier
+from elixir_fx.plan import Limits, Plan
+from elixir_fx.planner import search
 from elixir_fx.runtime.migrate import Migration
 from elixir_fx.runtime.parameters import AwayTensor, ChunkGradient
 from elixir_fx.testing import FaultyFiles, emulated
+from elixir_fx.units import GIB
 
 THREADS = 1
 SMALL, LARGE = (randn(2, 32),), (randn(16, 32, seed=1),)
@@ -38,10 +43,15 @@ def net() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+@cache
+def needed(build: Callable[[], nn.Module], optimizer: Any) -> int:
+    return memory_needed(build(), LARGE, optimizer)
+
+
 def roomy(folder: Path, optimizer: Any = "adamw", build: Callable[[], nn.Module] = net) -> dict:
     """Enough for the large batch under a layout of its own, not under the small one's."""
-    memory = memory_needed(build(), LARGE, optimizer)
-    return {"memory": memory + memory // 32, "disk": str(folder)}
+    memory = needed(build, optimizer)
+    return {"memory": memory + memory // 32, "disk": str(folder), "machine": MACHINE}
 
 
 def learn(batch: Any, zero: bool = True) -> Callable[[Side], Tensor]:
@@ -294,19 +304,22 @@ def test_hooks_stay(tmp_path: Path) -> None:
 # -- directly: any layout to any other -------------------------------------------------------
 
 
-def engines(folder: Path, batch: Any = SMALL) -> Iterator[Any]:
-    """Three sessions' plans for one model: all away, some away, nothing away."""
-    least = memory_needed(net(), batch)
+@cache
+def plans_of_one_model() -> tuple[Plan, ...]:
+    """All away, some away, nothing away."""
+    facts = facts_of(net(), SMALL)
+    tiers = Limits(device=GIB, disk=GIB)
+    away = everything_away(facts, MACHINE, tiers)
     total = sum(4 * p.nbytes for p in net().parameters())
-    for memory in (least, least + total // 3, 1 << 30):
-        yield exact.plan(net(), batch, memory=memory, disk=str(folder))
+    some = replace(tiers, device=away.limits.device + total // 3)
+    return away, search(facts, MACHINE, some), search(facts, MACHINE, tiers)
 
 
 @pytest.mark.parametrize(("source", "target"), [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)])
 def test_from_any_layout_to_any(source: int, target: int, tmp_path: Path) -> None:
     """`Migration` alone: values, gradients and states, and every object that looked at them."""
-    plans = list(engines(tmp_path))
-    pair = Pair(net, [SMALL], {"plan": plans[source], "disk": str(tmp_path)})
+    plans = plans_of_one_model()
+    pair = Pair(net, [SMALL], {"plan": plans[source], "disk": str(tmp_path), "machine": MACHINE})
     pair.do(learn(SMALL))
     pair.do(accumulate(SMALL))
     # What is an ordinary tensor and leaves does not follow: only what is away is looked at.

@@ -543,17 +543,16 @@ from elixir_fx.planner import explained, search
 
 digest = sha256()
 for make in (instance, crowded):
-    for seed in range(2):
-        p = make(seed)
-        for group, batches in ((ONE_RANK, 1), (ONE_RANK, 3), (Group(ranks=2), 1)):
-            machine = p.machine.with_peers()
-            try:
-                plan = search(p.facts, machine, p.limits, {}, group, batches)
-            except PlanError as error:
-                digest.update(str(error).encode())
-                continue
-            plan = explained(p.facts, machine, p.limits, {}, group, batches, plan)
-            digest.update(plan.to_json().encode())
+    p = make(0)
+    for group, batches in ((ONE_RANK, 1), (ONE_RANK, 3), (Group(ranks=2), 1)):
+        machine = p.machine.with_peers()
+        try:
+            plan = search(p.facts, machine, p.limits, {}, group, batches)
+        except PlanError as error:
+            digest.update(str(error).encode())
+            continue
+        plan = explained(p.facts, machine, p.limits, {}, group, batches, plan)
+        digest.update(plan.to_json().encode())
 print(digest.hexdigest())
 """
 

@@ -17,7 +17,7 @@ from elixir_fx.units import GIB
 
 THREADS = 1
 SPARE = {"memory": 1 * GIB}
-GPT = gpt(layers=2, width=32, seq=8)
+GPT = gpt(layers=1, width=32, seq=8)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from case_models import EVERY_WAY, WHEN_TIGHT, Way, pair_of, randn, token_ids
 from harness import Batch
-from pairs import Pair, Side
+from pairs import Pair, Side, tight
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -236,7 +236,8 @@ def test_a_parameter_larger_than_a_chunk(way: Way, tmp_path: Path) -> None:
                 h = h + layer(h).tanh()
             return h
 
-    pair = pair_of(way, Large, [(token_ids(2, 8, below=5000),)], tmp_path)
+    batch = (token_ids(2, 8, below=5000),)
+    pair = pair_of(way, Large, [batch], tmp_path, options=tight(Large, batch, tmp_path))
     pair.train(2)
     pair.check()
     if way.entry != "compile":
@@ -262,7 +263,8 @@ def test_many_tiny_parameters_and_a_large_one(way: Way, tmp_path: Path) -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.large(x) + sum(p.sum() for p in self.tiny)
 
-    pair = pair_of(way, Tiny, [(randn(2, 512),)], tmp_path)
+    batch = (randn(2, 512),)
+    pair = pair_of(way, Tiny, [batch], tmp_path, options=tight(Tiny, batch, tmp_path))
     pair.train(2)
     pair.check()
     if way.entry != "compile":

@@ -37,7 +37,7 @@ import elixir_fx
 from elixir_fx import AwayParameter
 
 THREADS = 1
-STEPS = 20
+STEPS = 8
 # (apart, short of memory): each of the two with each of the two, or in half of the ways
 EVERY = pytest.mark.parametrize(
     ("apart", "short"),
