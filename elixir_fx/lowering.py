@@ -59,11 +59,12 @@ def own_plan(step: StepGraph, plan: Callable[[int], Plan], beside: Callable[[], 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
     """A captured graph at sizes of its inputs that are known to fit: its facts, and what they are
-    once its schedule has been carried out. `formulas` are those of its dynamic dimensions, with the
-    sizes that it was captured with."""
+    once its schedule, which decides about its activations, has been carried out. `formulas` are
+    those of its dynamic dimensions, with the sizes that it was captured with."""
 
     facts: Facts
     settled: Facts
+    schedule: Schedule
     formulas: Formulas | None = None
 
     @cached_property
@@ -165,7 +166,9 @@ class Lowering:
             )
             self.plan = self.plan.with_known(known[step.key])
         step.layout, step.schedule = self.plan.layout, known[step.key]
-        admitted = Admitted(facts=facts, settled=settled, formulas=formulas)
+        admitted = Admitted(
+            facts=facts, settled=settled, schedule=known[step.key], formulas=formulas
+        )
         remember(self.captured, step.key, admitted, KEPT)
 
     def adopt(self, key: str, facts: Facts, plan: Plan, sparse: frozenset[str]) -> None:
@@ -180,8 +183,9 @@ class Lowering:
         else:
             self.plan = replace(self.plan, layout=layout).with_schedule(plan.schedules[0])
         self.sparse |= sparse
-        settled = decided(facts, plan.schedules[0])
-        remember(self.captured, key, Admitted(facts=facts, settled=settled), KEPT)
+        like = plan.schedules[0]
+        admitted = Admitted(facts=facts, settled=decided(facts, like), schedule=like)
+        remember(self.captured, key, admitted, KEPT)
 
     def admit(self, key: str, values: Values) -> Admitted:
         """Check that a captured graph fits with its dynamic dimensions at `values`, before
@@ -191,10 +195,10 @@ class Lowering:
             captured = self.captured[key]
             assert self.plan is not None and captured.formulas is not None
             facts = at(captured.facts, captured.formulas, values)
-            like = next(s for s in self.plan.schedules if s.key == key)
-            made = self.schedule(facts, self.plan, like)
+            made = self.schedule(facts, self.plan, captured.schedule)
             self.plan = self.plan.with_schedule(made)
-            known = Admitted(facts=facts, settled=decided(facts, like))
+            settled = decided(facts, captured.schedule)
+            known = Admitted(facts=facts, settled=settled, schedule=captured.schedule)
         remember(self.admitted, (key, values), known, SIZES)  # the latest used last
         return known
 
@@ -273,7 +277,8 @@ class Lowering:
         bounded = "" if kept else "-bounded"
         cache = OperatorCache(self.machine.fingerprint + company + bounded)
         missing = set(step.missing)
-        updates = self.updates.specs(step.parameters) if self.updates is not None else {}
+        once = self.optimizer is not None and self.optimizer.global_state  # nothing streams then
+        updates = {} if self.updates is None or once else self.updates.specs(step.parameters)
         found = cache.known([*missing, *updates])
         specs: dict[str, fx.Node] = {}
         for node in step.nodes:
@@ -293,7 +298,7 @@ class Lowering:
         operators = {key: value for key, value in seconds.items() if key in missing}
         if operators:
             machine = machine.with_operators(operators)
-        if self.updates is not None and self.optimizer is not None:
+        if updates and self.updates is not None and self.optimizer is not None:
             rate = self.updates.bytes_per_s(step.parameters, self.optimizer, seconds)
             if rate:
                 machine = replace(machine, update_stream_bytes_per_s=rate)

@@ -28,7 +28,8 @@ def _split(graph: fx.Graph, parameter: fx.Node, position: dict[fx.Node, int]) ->
     made = set(derived_from_parameters(parameter))
     again: dict[fx.Node, fx.Node] = {parameter: parameter}
     # Captured nodes all of them: what is made again reads nothing that the forward derived.
-    readers = {user for node in made for user in node.users if is_backward(user)}
+    users = (user for node in made for user in node.users)
+    readers = {user for user in users if is_backward(user) and user.op != "output"}
     for reader in sorted(readers, key=position.__getitem__):
         for node in reader.all_input_nodes:
             if node in made:

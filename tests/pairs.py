@@ -17,10 +17,20 @@ import exact
 import torch
 from graphs import seeded
 from graphs_facts import cpu
-from harness import Batch, MakeOptimizer, adamw, call, difference, loss_of
+from harness import (
+    Batch,
+    MakeOptimizer,
+    adamw,
+    call,
+    difference,
+    loss_of,
+    planning,
+    step_facts,
+)
 from torch import Tensor, nn
 
 from elixir_fx import AwayParameter
+from elixir_fx.planner.search import smallest
 from elixir_fx.units import GIB
 
 Build = Callable[[], nn.Module]
@@ -30,9 +40,12 @@ SPARE: Mapping[str, Any] = {"memory": "1GiB", "machine": MACHINE}
 
 
 def memory_needed(model: nn.Module, batch: Batch, optimizer: Any = "adamw", **options: Any) -> int:
-    """The smallest budget that works with a disk."""
+    """The smallest budget that works with a disk and all activations kept, as the backend keeps
+    them."""
     options = {"machine": MACHINE, "disk_memory": GIB, **options}
-    return exact.smallest_memory(model, batch, optimizer=optimizer, **options)
+    session = planning(model, optimizer, **options)
+    facts = step_facts(session, batch)
+    return smallest(facts, session.machine, session.lowering.limits)
 
 
 def tight(

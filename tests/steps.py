@@ -19,7 +19,7 @@ from elixir_fx.joint import EAGER, Tracing
 from elixir_fx.machine import Tier
 from elixir_fx.pipeline import PIPELINE, annotate, rewrite
 from elixir_fx.plan import Limits, Plan
-from elixir_fx.planner import search, smallest
+from elixir_fx.planner.search import search, smallest
 from elixir_fx.runtime.probe import probe
 from elixir_fx.step import NOTE, StepGraph
 from elixir_fx.testing import emulated

@@ -63,7 +63,7 @@ def test_a_plan_is_made_saved_and_given_back(smallest: int, tmp_path: Path) -> N
     assert plan.forecast.peak_device_bytes <= smallest and plan.forecast.lower_bound_s > 0
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert json.loads((tmp_path / "plan.json").read_text())["elixir_fx_plan"] == 5
+    assert json.loads((tmp_path / "plan.json").read_text())["elixir_fx_plan"] == 6
     for given in (plan, tmp_path / "plan.json", str(tmp_path / "plan.json")):
         net = exact.compile(Net(), plan=given, memory=smallest, disk=tmp_path, example_inputs=(X,))
         assert net.plan is not None and net.plan.layout == plan.layout

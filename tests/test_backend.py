@@ -272,7 +272,7 @@ def test_options_stay_the_users() -> None:
     }
     for _ in range(2):
         torch.compile(model, backend="elixir_fx", options=options)(X)
-    assert sorted(options) == ["kernels", "memory", "model", "optimizer"]
+    assert sorted(options) == ["kernels", "machine", "memory", "model", "optimizer"]
 
 
 def test_deleted_model() -> None:
