@@ -184,7 +184,8 @@ def _reads(parameter: fx.Node, position: dict[fx.Node, int]) -> set[int]:
     in the backward, before its first reader there (see split_views)."""
     found = {position[user] for user in readers(parameter) if user.op != "output"}
     for made in derived_from_parameters(parameter):
-        backward = [position[user] for user in made.users if is_backward(user)]
+        users = (user for user in made.users if user.op != "output")
+        backward = [position[user] for user in users if is_backward(user)]
         found.update(backward if memory_root(made) is parameter else sorted(backward)[:1])
     return found
 

@@ -17,7 +17,7 @@ import torch
 from case_models import Way, mlp, pair_of, randn
 from graphs import Elsewhere, Thrice, gpt, seeded
 from harness import adamw
-from pairs import SPARE, Pair, same, tight
+from pairs import SPARE, Pair, memory_needed, same, tight
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional
@@ -491,7 +491,7 @@ def test_emulated_accelerator() -> None:
     model = gpt(width=32)
     (batch,) = model.batches(1)
     nbytes = sum(p.nbytes for p in model.build().parameters())
-    least = exact.smallest_memory(model.build(), batch, machine=emulated())
+    least = memory_needed(model.build(), batch, machine=emulated(), disk_memory=None)
     for memory in (3 * nbytes, 16 * nbytes):
         torch._dynamo.reset()
         options = {"machine": emulated(), "memory": memory + least}

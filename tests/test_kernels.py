@@ -125,7 +125,9 @@ def test_equal_layers_are_compiled_once(layer_s: float) -> None:
 
 @pytest.mark.parametrize(("kind", "share"), [("gpt", 0.0), ("gpt", 0.3), ("blocks", 0.0)])
 def test_equal_layers_between_nodes_of_ours_are_compiled_once(kind: str, share: float) -> None:
-    assert kinds(kind, 4, share=share) == kinds(kind, 8, share=share)
+    """Twice the layers are no more kinds; fewer may have more, where a plan treats both ends
+    otherwise."""
+    assert kinds(kind, 8, share=share) <= kinds(kind, 4, share=share)
 
 
 def test_long_layers_are_runs_of_their_own() -> None:

@@ -13,6 +13,7 @@ import torch
 import torch._inductor.config
 from graphs import Drawn, Layer, gpt, seeded
 from harness import Batch, call, loss_of
+from pairs import memory_needed
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -253,6 +254,9 @@ def twins(work: Work, folder: Path, where: str = "tight", entry: str = "compile"
     if where == "tight":
         options = {"memory": budget(work, 0.5, "adamw"), "disk": str(folder)}
     if entry == "backend":
+        if where == "tight":  # it keeps all activations
+            least = memory_needed(model, work.batches[0], kernels="inductor")
+            options["memory"] = max(least, options["memory"])
         given = {"model": model, **options}
         return Twins(plain, model, torch.compile(model, backend="elixir_fx", options=given))
     return Twins(plain, model, elixir_fx.compile(model, **options))
