@@ -46,7 +46,7 @@ import elixir_fx
 CONFIG = replace(GPT_92M, seq=1024)
 BATCH = 4
 SHARES = (0.2, 0.25, 0.35, 0.5, 0.75)
-BUDGETS = (0.3, 0.6)  # of torch's partitioner
+BUDGETS = (0.3, 0.6)  # of torch's partitioner, unless told otherwise
 WARM, ROUNDS = 1, 4
 TOGETHER = 3  # sides beside plain PyTorch that take turns
 
@@ -278,6 +278,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--budgets", type=float, nargs="*", default=list(BUDGETS))
     add_output_options(parser)
     return parser.parse_args()
 
@@ -291,7 +292,7 @@ def main() -> None:
     settings = [
         Setting(kind="checkpoint"),
         *(Setting(kind="ours", share=share, memory=memory) for share in args.shares),
-        *(Setting(kind="partitioner", share=share) for share in BUDGETS),
+        *(Setting(kind="partitioner", share=share) for share in args.budgets),
     ]
     pairs: list[tuple[Side, Side]] = []
     for first in range(0, len(settings), TOGETHER):  # memory holds no more of them at once
