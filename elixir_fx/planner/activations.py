@@ -27,7 +27,7 @@ from elixir_fx.planner.bound import (
     simple_bound_s,
 )
 from elixir_fx.planner.decisions import KEEP_ALL, Activations, Decision, decided
-from elixir_fx.planner.estimate import Estimate, may_send
+from elixir_fx.planner.estimate import GAIN, Estimate, may_send
 from elixir_fx.planner.relaxation import relax
 from elixir_fx.planner.repeated import Walk
 from elixir_fx.planner.search import schedule as settled_schedule
@@ -36,7 +36,6 @@ from elixir_fx.planner.search import smallest as settled_smallest
 
 GUESSES = 4  # decisions that are looked at closely,
 FINALISTS = 2  # and of these searched
-GAIN = 2e-3  # over keeping all that must be promised
 
 
 def search(

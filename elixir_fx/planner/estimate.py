@@ -27,6 +27,7 @@ from elixir_fx.planner.pack import away_tiers
 
 STARTS = 4  # that drop a part of the families
 SWEEPS = 3  # over all families, from one start
+GAIN = 2e-3  # over keeping all that must be promised
 SLACK = 1e-6  # a gain that is none
 
 
@@ -74,7 +75,9 @@ class Estimate:
         if self._may_leave:
             starts.append((Ways.AWAY,) * count)
         found = {ways: self._guess_s(ways) for ways in map(self._descend, starts)}
-        ranked = sorted(found, key=lambda ways: (found[ways], self.decision(ways).order))
+        kept_s = self._guess_s((Ways.KEEP,) * count)
+        gains = [ways for ways in found if found[ways] < kept_s * (1 - GAIN)]
+        ranked = sorted(gains, key=lambda ways: (found[ways], self.decision(ways).order))
         return list(dict.fromkeys(map(self.decision, ranked)))
 
     def exact_s(self, decision: Decision) -> float:
